@@ -48,6 +48,7 @@ _SHARED_KIB = {
     (12, 0): 99,
     (12, 1): 99,
 }
+REGISTERS = 65_536  # 32-bit registers of a multiprocessor, of all of these
 LEAST_SHARED_BYTES = min(_SHARED_KIB.values()) << 10  # bytes that a block may use on all of these
 
 

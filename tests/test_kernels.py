@@ -963,10 +963,7 @@ def test_float32_at_the_ends_of_its_range(run, exponent, of_second, calls):
 
 
 def computes_both(run):
-    itemsize = run.dtype.itemsize
-    return direct_weight_grad.weight_grad_tile(problem_of(run.case), itemsize, True).computes_both(
-        problem_of(run.case), itemsize
-    )
+    return direct_weight_grad.weight_grad_tile(problem_of(run.case), run.dtype.itemsize, True).computes_both
 
 
 DEPTHWISE_CASES = [
@@ -1003,8 +1000,8 @@ def test_runs_of_both_gradients_take_every_path():
     for run in usual(GRADS_RUNS):
         problem, slices = problem_of(run.case), 2 if run.multiprocessors is None else run.multiprocessors + 1
         tile = direct_weight_grad.weight_grad_tile(problem, run.dtype.itemsize, True)
-        macros = direct_weight_grad.weight_grad_macros(problem, run.dtype, tile, True)
-        found.add(("several tiles", math.prod(tile.tiles(problem)) > slices))
+        macros = direct_weight_grad.weight_grad_macros(tile, run.dtype, True)
+        found.add(("several tiles", math.prod(tile.tiles) > slices))
         found |= {(name, macros[name] > 1) for name in ("ROWS", "CI_THREADS", "CI_CHANNELS", "CO_CHANNELS", "VECTOR")}
         found |= {("PREFETCH", bool(macros["PREFETCH"])), ("whole", problem.input_size[0] % tile.rows == 0)}
     assert len(found) == 2 * len({name for name, _ in found})

@@ -87,14 +87,14 @@ def kernel_variants():
                     macros = direct_forward.forward_macros(problem, dtype, layout, tile)
                     variants[f"direct-{'nhwc' if layout else 'nchw'}-{label}"] = ("direct/forward.cu", macros)
             tile = direct_input_grad.input_grad_tile(problem, dtype.itemsize)
-            macros = direct_input_grad.input_grad_macros(problem, dtype, tile)
+            macros = direct_input_grad.input_grad_macros(tile, dtype)
             variants[f"direct_input_grad-{label}"] = ("direct/input_grad.cu", macros)
             tile = direct_weight_grad.weight_grad_tile(problem, dtype.itemsize)
-            macros = direct_weight_grad.weight_grad_macros(problem, dtype, tile)
+            macros = direct_weight_grad.weight_grad_macros(tile, dtype)
             variants[f"direct_weight_grad-{label}"] = ("direct/weight_grad.cu", macros)
             both = direct_weight_grad.weight_grad_tile(problem, dtype.itemsize, True)
-            if both.computes_both(problem, dtype.itemsize):
-                macros = direct_weight_grad.weight_grad_macros(problem, dtype, both, input_grad=True)
+            if both.computes_both:
+                macros = direct_weight_grad.weight_grad_macros(both, dtype, input_grad=True)
                 variants[f"direct_weight_grad-both-{label}"] = ("direct/weight_grad.cu", macros)
             for layout in (torch.contiguous_format, torch.channels_last):
                 macros = bias_grad.bias_grad_macros(config_of(problem, dtype, layout))

@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 import torch
 
 from gemmconv.geometry import Problem
+from gemmconv.kernels.integers import INT32_MAX
 
 Macros = dict[str, str | int]
 
@@ -38,6 +39,11 @@ def geometry_macros(problem: Problem) -> Macros:
     ):
         macros[f"{name}_H"], macros[f"{name}_W"] = pair
     return macros
+
+
+def index_macros(elements: int) -> Macros:
+    """INDEX_64, where a kernel indexes so many elements that 32 bits are too few."""
+    return {"INDEX_64": 1} if elements > INT32_MAX else {}
 
 
 def table(values: Sequence[int]) -> str:

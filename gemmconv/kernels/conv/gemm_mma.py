@@ -15,12 +15,12 @@ from functools import lru_cache
 
 import torch
 
-from gemmconv.device import DeviceSpec
+from gemmconv.device import REGISTERS, DeviceSpec
 from gemmconv.hashing import cached_property
 from gemmconv.kernels.base import Config, Kernel, Pass
 from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.integers import INT32_MAX, power_of_two
-from gemmconv.kernels.macros import ELEMENT_TYPES, TENSOR_CORE_TYPES, Macros
+from gemmconv.kernels.macros import ELEMENT_TYPES, TENSOR_CORE_TYPES, Macros, index_macros
 from gemmconv.kernels.phases import axis_taps
 from gemmconv.kernels.program import Extent3, Launch, Params, Program, gathering
 from gemmconv.kernels.splits import reduce
@@ -80,7 +80,7 @@ class Tile:
     def resident(self, parts: int) -> int:
         """Blocks of a multiprocessor that the kernel leaves registers for; ``parts``: of a float32 value."""
         registers = 4 * self.tiles[1] * (self.tiles[0] + 1) * parts + 76
-        return max(1, min(3, 65536 // (registers * self.threads)))
+        return max(1, min(3, REGISTERS // (registers * self.threads)))
 
 
 class Work:
@@ -162,10 +162,9 @@ class Work:
         return (self.tile.units | 1) * 16
 
     @cached_property
-    def is_wide_index(self) -> bool:
-        """Whether an image has 2**31 elements or more."""
-        of_group = self.in_channels * math.prod(self.inputs), self.out_channels * math.prod(self.outputs)
-        return self.groups * max(of_group) > INT32_MAX
+    def most_elements(self) -> int:
+        """Elements of an image, of the inputs or of the outputs."""
+        return self.groups * max(self.in_channels * math.prod(self.inputs), self.out_channels * math.prod(self.outputs))
 
     @property
     def stored_bytes(self) -> int:
@@ -187,7 +186,7 @@ class Work:
         outputs, pixels = math.prod(self.tile.cells) * self.tile.phases, math.prod(self.patch[1])
         channels = self.tile.warps[1] // self.tile.phases * min(self.tile.tiles[1], 16 // self.stored_bytes) * 8
         lines, line = (outputs, channels) if self.channels_last else (channels, outputs)
-        places = max(pixels, outputs) * (8 if self.is_wide_index else 4)
+        places = max(pixels, outputs) * (8 if self.most_elements > INT32_MAX else 4)
         return -(-places // 16) * 16 + max(_STAGES * pixels * self.pitch, lines * (line * self.stored_bytes + 16))
 
     @cached_property
@@ -289,7 +288,7 @@ def tiles_of(config: Config, direction: Pass) -> Iterator[Tile]:
 def macros_of(work: Work) -> Macros:
     """Macros that specialise csrc/conv/gemm_mma.cu."""
     tile = work.tile
-    macros: Macros = {
+    return {
         **_common_macros(work),
         "CHANNELS_LAST": int(work.channels_last),
         "WARPS_M": tile.warps[0],
@@ -303,8 +302,8 @@ def macros_of(work: Work) -> Macros:
         "WIDE": work.wide,
         "VECTOR": work.vector,
         "PARTIALS": int(tile.splits > 1),
+        **index_macros(work.most_elements),
     }
-    return {**macros, "INDEX_64": 1} if work.is_wide_index else macros
 
 
 def weight_macros_of(work: Work) -> Macros:

@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from gemmconv.device import REFERENCE, DeviceSpec
+from gemmconv.device import REFERENCE, REGISTERS, DeviceSpec
 from gemmconv.geometry import Problem
 from gemmconv.kernels.base import Config, Kernel, Pass, accumulator_dtype
 from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.direct.menu import menu_of, samples
 from gemmconv.kernels.integers import INT32_MAX, even_share, power_of_two
-from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros
+from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros, index_macros
 from gemmconv.kernels.phases import cells_of, reach_of
 from gemmconv.kernels.program import Launch, Params, Program, gathering, plane_grid, weight_steps
 from gemmconv.kernels.search_cache import cached
@@ -25,7 +25,6 @@ from gemmconv.kernels.search_cache import cached
 _COST = costs_of("direct/forward")
 SHARED_BYTES = 48 << 10  # four blocks of a Hopper multiprocessor, one of every architecture since sm_80
 _MOST = 4  # most tiles of a menu
-_ALL_REGISTERS = 65_536  # registers of a multiprocessor
 _LANES = (8, 32)  # threads across a cell row in depthwise tiles for wide images
 _MOST_ROWS = 16  # most rows of threads in depthwise tiles
 _MOST_PHASES = 8  # row phases side by side
@@ -290,7 +289,7 @@ class _Layer:
         """Blocks that a multiprocessor must be able to hold, which limits the registers of a thread."""
         if tile.depthwise:
             return 1
-        return max(1, _ALL_REGISTERS // (tile.threads * self.register_bound(tile)))
+        return max(1, REGISTERS // (tile.threads * self.register_bound(tile)))
 
     def register_bound(self, tile: Tile) -> int:
         """The register limit of a thread, one of ``_REGISTERS``."""
@@ -407,7 +406,7 @@ class _Layer:
             pieces = pixels * (lines if self.whole_pixels(tile) else max(1.0, lines))
             instructions += _COST.pixel_instructions * pixels * tile.channels_out
             wavefronts += tap_rows * quads * double + _COST.piece_wavefronts * 32 * pieces
-        return instructions, wavefronts, quads, _ALL_REGISTERS // self.register_bound(tile)
+        return instructions, wavefronts, quads, REGISTERS // self.register_bound(tile)
 
 
 class _Cost(NamedTuple):
@@ -451,7 +450,9 @@ def forward_macros(problem: Problem, dtype: torch.dtype, channels_last: bool, ti
         vector = math.gcd(16 // dtype.itemsize, tile.channels_out, layer.channels_out)
     else:
         vector = math.gcd(16 // dtype.itemsize, neighbours, p.output_size[1])
-    macros: Macros = {
+    in_elements = p.in_pixels * max(p.in_channels, tile.planes * layer.channels_in)
+    out_elements = p.out_pixels * max(p.out_channels, tile.planes * layer.channels_out)
+    return {
         "ELEMENT_T": ELEMENT_TYPES[dtype],
         "IN_CHANNELS": layer.channels_in,
         "OUT_CHANNELS": layer.channels_out,
@@ -474,12 +475,8 @@ def forward_macros(problem: Problem, dtype: torch.dtype, channels_last: bool, ti
         "LEAST_BLOCKS": layer.least_blocks(tile),
         "SHARED_BYTES": -(-layer.shared_bytes(tile) // 512) * 512,
         **geometry_macros(p),
+        **index_macros(max(in_elements, out_elements, p.in_channels * p.gemm_m)),
     }
-    in_elements = p.in_pixels * max(p.in_channels, tile.planes * layer.channels_in)
-    out_elements = p.out_pixels * max(p.out_channels, tile.planes * layer.channels_out)
-    if max(in_elements, out_elements, p.in_channels * p.gemm_m) > INT32_MAX:
-        macros["INDEX_64"] = 1
-    return macros
 
 
 class DirectKernel(Kernel):
@@ -515,7 +512,7 @@ class DirectKernel(Kernel):
         return super().declines(config, direction)
 
     def fitted(self, config: Config, direction: Pass, tile: Any) -> Any | None:
-        return tile
+        return replace(tile, problem=config.problem)
 
 
 class DirectForward(DirectKernel):

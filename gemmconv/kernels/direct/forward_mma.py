@@ -13,22 +13,21 @@ from functools import lru_cache
 
 import torch
 
-from gemmconv.device import LEAST_SHARED_BYTES, REFERENCE, DeviceSpec
+from gemmconv.device import LEAST_SHARED_BYTES, REFERENCE, REGISTERS, DeviceSpec
 from gemmconv.geometry import Pair, Problem
 from gemmconv.hashing import cached_property
 from gemmconv.kernels.base import Config, Pass
 from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.direct.forward import DirectKernel, clock_of
 from gemmconv.kernels.direct.menu import menu_of, samples
-from gemmconv.kernels.integers import INT32_MAX, power_of_two
-from gemmconv.kernels.macros import ELEMENT_TYPES, TENSOR_CORE_TYPES, Macros, geometry_macros, table
+from gemmconv.kernels.integers import power_of_two
+from gemmconv.kernels.macros import ELEMENT_TYPES, TENSOR_CORE_TYPES, Macros, geometry_macros, index_macros, table
 from gemmconv.kernels.phases import cells_of, phase_shifts, reach_of
 from gemmconv.kernels.program import MAX_GRID_Y, Launch, Params, Program, gathering, weight_steps
 from gemmconv.kernels.search_cache import cached
 
 _COST = costs_of("direct/forward_mma")
 _WARPS = 8
-_REGISTERS = 65_536
 _OTHER_REGISTERS = 41  # of a thread, beside those of sums
 _SYNCHRONOUS, _TURNED, _COPIED = range(3)
 _MOST_UNROLLED = 256  # products
@@ -251,7 +250,7 @@ class Tile:
         registers += 10 * max(0, lines - 3) + 8 * max(0, stride - 2)  # addresses
         registers += (16 + 2 * self.n_tiles) * self.channels_last
         registers += 16 * (self.unrolled or self.itemsize == 4)
-        by_registers = _REGISTERS // (registers * self.threads)
+        by_registers = REGISTERS // (registers * self.threads)
         return max(1, min(by_registers, REFERENCE.shared_bytes // (self.shared_bytes + 1024), 32))
 
     @property
@@ -458,7 +457,7 @@ def forward_macros(tile: Tile, dtype: torch.dtype) -> Macros:
     def code(shift: Shift | None) -> int:
         return -1 if shift is None else (shift[0] - first_h) * _SHIFT_BASE + shift[1] - first_w
 
-    macros: Macros = {
+    return {
         "ELEMENT_T": ELEMENT_TYPES[dtype],
         "IN_CHANNELS": p.gemm_k,
         "OUT_CHANNELS": p.out_channels // p.groups,
@@ -502,10 +501,8 @@ def forward_macros(tile: Tile, dtype: torch.dtype) -> Macros:
         "PAIR_STEP": table([step for step, _ in pairs]),
         "PAIR_TILE": table([m for _, m in pairs]),
         **geometry_macros(p),
+        **index_macros(max(p.in_pixels * p.in_channels, p.out_pixels * p.out_channels)),
     }
-    if max(p.in_pixels * p.in_channels, p.out_pixels * p.out_channels) > INT32_MAX:
-        macros["INDEX_64"] = 1
-    return macros
 
 
 def blocks_at_once(tile: Tile) -> int:

@@ -9,7 +9,7 @@ from functools import lru_cache
 
 import torch
 
-from gemmconv.device import LEAST_SHARED_BYTES, REFERENCE
+from gemmconv.device import LEAST_SHARED_BYTES, REFERENCE, REGISTERS
 from gemmconv.geometry import Problem
 from gemmconv.hashing import cached_property
 from gemmconv.kernels.base import DEFAULT_WORKSPACE_LIMIT, Config, Pass, strides_of
@@ -27,7 +27,6 @@ _COST = costs_of("direct/grads_mma")
 _WARPS = 4
 _MOST = 2  # tiles of a menu
 _FEW_ROWS = 4  # of images for which four warps of a block are beside each other
-_REGISTERS = 65_536
 _MOST_PAIRS = 512  # of channels of a group: of more, fused is faster, and the estimate below is too low
 _MOST_SUMS = 72  # of a lane: taps * tiles of 16 output channels * 4
 _ADDRESS_REGISTERS = 44  # of a thread, beside what is multiplied and added
@@ -98,7 +97,7 @@ class Tile:
         strides, dilations = self.problem.stride, self.problem.dilation
         if any(dilation > math.gcd(stride, dilation) for stride, dilation in zip(strides, dilations, strict=True)):
             multiplied += _SCATTERED_REGISTERS
-        by_registers = _REGISTERS // (self.threads * (self.sums + pixels + multiplied + _ADDRESS_REGISTERS))
+        by_registers = REGISTERS // (self.threads * (self.sums + pixels + multiplied + _ADDRESS_REGISTERS))
         return max(1, min(4, by_registers, REFERENCE.shared_bytes // (self.shared_bytes + 1024)))
 
     @cached_property
@@ -108,7 +107,7 @@ class Tile:
         row_steps = -(-self.patch.rows * lanes // 32)
         vectors = -(-self.patch.vectors // lanes)
         words = vectors * max(1, self.patch.vector * self.itemsize // 4)
-        registers = min(255, _REGISTERS // (self.threads * self.resident) // 8 * 8)
+        registers = min(255, REGISTERS // (self.threads * self.resident) // 8 * 8)
         most = min(_MOST_WORDS, registers - self.sums - _STAGING_REGISTERS) // (2 if self.itemsize == 2 else 1)
         return even_share(row_steps, max(1, min(most // words, _MOST_LOADS // vectors)))
 

@@ -10,6 +10,7 @@ import torch
 
 from gemmconv.device import REFERENCE
 from gemmconv.geometry import Problem
+from gemmconv.hashing import cached_property
 from gemmconv.kernels.base import Config, Pass, strides_of
 from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.direct.forward import DirectKernel, seconds_of_parts
@@ -19,14 +20,14 @@ from gemmconv.kernels.direct.patch import (
     SHARED,
     STATIC_SHARED,
     UNROLLED,
-    WIDEST_TAPS,
     Patch,
     Tile,
     column_threads_of,
+    halved,
     problem_macros,
     rows_of,
     smaller,
-    sum_bytes,
+    taps_of,
 )
 from gemmconv.kernels.integers import even_share, power_of_two_within, up_to_multiple
 from gemmconv.kernels.layout.transpose import transpose_seconds
@@ -51,31 +52,52 @@ class InputGradTile(Tile):
     def threads(self) -> int:
         return self.column_threads * self.row_threads * self.planes * self.channel_threads
 
-    def patch(self, problem: Problem, itemsize: int) -> Patch:
-        tile = (self.row_threads * self.rows, self.column_threads)
-        return Patch(problem, itemsize, tile, self.taps, self.planes * self.chunk_channels, self.threads)
+    @cached_property
+    def patch(self) -> Patch:
+        size = self.row_threads * self.rows, self.column_threads
+        planes = self.planes * self.chunk_channels
+        return Patch(self.problem, self.itemsize, size, self.taps, planes, self.threads)
 
-    def weights(self, output_channels: int) -> int:
-        """Weights in shared memory, for as many output channels."""
+    def weight_bytes(self, output_channels: int) -> int:
+        """Bytes of shared memory for the weights of as many output channels."""
         pitch = self.channels if self.channels <= 2 else 4 if self.channels <= 4 else 8
-        return self.planes * output_channels * self.taps[0] * self.taps[1] * self.channel_threads * pitch
+        weights = self.planes * output_channels * math.prod(self.taps) * self.channel_threads * pitch
+        return weights * self.sum_bytes
 
-    def shared_bytes(self, problem: Problem, itemsize: int) -> int:
-        elements = self.patch(problem, itemsize).elements + self.weights(self.chunk_channels)
-        return elements * sum_bytes(itemsize)
+    @property
+    def patch_bytes(self) -> int:
+        """Bytes of shared memory for the patch."""
+        return self.patch.elements * self.sum_bytes
 
-    def resident(self, itemsize: int, wide_index: bool) -> int:
+    @property
+    def shared_bytes(self) -> int:
+        return self.patch_bytes + self.weight_bytes(self.chunk_channels)
+
+    @property
+    def sum_words(self) -> int:
+        """Registers of a thread for sums."""
+        return self.rows * self.channels * self.sum_bytes // 4
+
+    @property
+    def prefetches(self) -> bool:
+        """Whether a chunk's loads go on while the one before is computed.
+
+        Not those of 16-bit elements: converting them takes registers beside those of the loads. KernelBench 75 in
+        float16 took 504 us with, 394 without, in as many blocks; in twice as many, of two channels each, 392 and 274.
+        """
+        return self.itemsize != 2 and self.patch.words <= min(PREFETCH_WORDS, 64 - self.sum_words)
+
+    def resident(self, wide_index: bool) -> int:
         """Blocks that a multiprocessor is to have registers for."""
-        if not wide_index and self.rows * self.channels * sum_bytes(itemsize) // 4 <= 16:
+        if not wide_index and self.sum_words <= 16:
             return min(6, 768 // self.threads)
-        # 16-bit elements are not prefetched (see _prefetches): other blocks compute while one loads.
-        return min(4, (768 if itemsize == 2 and not wide_index else 512) // self.threads)
+        # 16-bit elements are not prefetched: other blocks compute while one loads.
+        return min(4, (768 if self.itemsize == 2 and not wide_index else 512) // self.threads)
 
-    def blocks(self, problem: Problem) -> int:
-        return math.prod(self.grid(problem)[:2])
-
-    def grid(self, problem: Problem) -> tuple[int, int, int]:
+    @property
+    def grid(self) -> tuple[int, int, int]:
         """Blocks over channels and tiles, blocks over planes, tiles across an image."""
+        problem = self.problem
         channel_blocks = -(-problem.gemm_k // (self.channels * self.channel_threads))
         tiles_h = -(-problem.input_size[0] // (self.rows * self.row_threads))
         tiles_w = -(-problem.input_size[1] // self.column_threads)
@@ -90,92 +112,63 @@ def input_grad_tile(problem: Problem, itemsize: int, multiprocessors: int = REFE
     channels = even_share(problem.gemm_k, 4 if wide else 8)
     rows = rows_of(height, min(8 if channels <= 2 else 4, (16 if wide else 32) // channels))
     threads = 256 if rows <= 4 else 128
-    taps_w = even_share(problem.kernel_size[1], WIDEST_TAPS)
-    taps_h = even_share(problem.kernel_size[0], max(1, UNROLLED // (taps_w * rows * channels)))
+    taps = taps_of(problem, UNROLLED // (rows * channels))
     channel_tiles = -(-problem.gemm_k // channels)
     channel_threads = min((4, 2, 1), key=lambda threads: up_to_multiple(channel_tiles, threads))
     tile = InputGradTile(
+        problem,
+        itemsize,
         rows=rows,
         channels=channels,
-        column_threads=column_threads_of(problem, taps_w, threads // channel_threads),
+        column_threads=column_threads_of(problem, taps[1], threads // channel_threads),
         row_threads=1,
         planes=1,
         channel_threads=channel_threads,
         chunk_channels=1,
-        taps=(taps_h, taps_w),
+        taps=taps,
     )
     tile = replace(tile, row_threads=power_of_two_within(-(-height // rows), threads // tile.threads))
     tile = replace(tile, planes=power_of_two_within(problem.batch * problem.groups, threads // tile.threads))
 
     # Room in shared memory, then blocks for every multiprocessor.
-    while tile.shared_bytes(problem, itemsize) > SHARED:
-        if tile.planes > 1:
-            tile = replace(tile, planes=tile.planes // 2)
-        elif tile.row_threads > 1 and tile.threads > 128:
-            tile = replace(tile, row_threads=tile.row_threads // 2)
+    while tile.shared_bytes > SHARED:
+        if tile.planes > 1 or (tile.row_threads > 1 and tile.threads > 128):
+            tile = halved(tile, "planes", "row_threads")
         elif tile.rows > 2:
             tile = replace(tile, rows=rows_of(height, tile.rows // 2))
         elif tile.row_threads > 1 and tile.threads > 32:
-            tile = replace(tile, row_threads=tile.row_threads // 2)
+            tile = halved(tile, "row_threads")
         else:
             break
-    while tile.shared_bytes(problem, itemsize) > STATIC_SHARED:
+    while tile.shared_bytes > STATIC_SHARED:
         tile = smaller(tile)
-    few = tile.blocks(problem) < 2 * multiprocessors
-    while few and tile.threads > 64:
-        if tile.planes > 1:
-            tile = replace(tile, planes=tile.planes // 2)
-        elif tile.row_threads > 1:
-            tile = replace(tile, row_threads=tile.row_threads // 2)
-        else:
-            break
+    few = math.prod(tile.grid[:2]) < 2 * multiprocessors
+    while few and tile.threads > 64 and tile.planes * tile.row_threads > 1:
+        tile = halved(tile, "planes", "row_threads")
 
     # Channels in a chunk: all, or as many as can be loaded while a chunk is computed.
     fitting = [tile]
     for chunk_channels in sorted({-(-channels_out // chunks) for chunks in range(1, channels_out + 1)}):
         larger = replace(tile, chunk_channels=chunk_channels)
-        most = _SHARED_FOR_TWO if itemsize == 2 and chunk_channels == 2 else SHARED
-        if larger.shared_bytes(problem, itemsize) <= most:
+        if larger.shared_bytes <= (_SHARED_FOR_TWO if itemsize == 2 and chunk_channels == 2 else SHARED):
             fitting.append(larger)
-    prefetched = [larger for larger in fitting if _prefetches(larger, problem, itemsize)]
-    if fitting[-1].chunk_channels < channels_out and prefetched:
-        return prefetched[-1]
-    return fitting[-1]
+    prefetched = [larger for larger in fitting if larger.prefetches]
+    return prefetched[-1] if prefetched and fitting[-1].chunk_channels < channels_out else fitting[-1]
 
 
-def _prefetches(tile: InputGradTile, problem: Problem, itemsize: int) -> bool:
-    """Whether a chunk's loads go on while the one before is computed.
-
-    Not those of 16-bit elements: converting them takes registers beside those of the loads. KernelBench 75 in float16
-    took 504 us with, 394 without, in as many blocks; in twice as many, of two channels a chunk, 392 and 274.
-    """
-    if itemsize == 2:
-        return False
-    patch = tile.patch(problem, itemsize)
-    sums = tile.rows * tile.channels * sum_bytes(itemsize) // 4
-    return patch.words(patch.passes) <= min(PREFETCH_WORDS, 64 - sums)
-
-
-def input_grad_macros(problem: Problem, dtype: torch.dtype, tile: InputGradTile) -> Macros:
+def input_grad_macros(tile: InputGradTile, dtype: torch.dtype) -> Macros:
     """Macros that specialise csrc/direct/input_grad.cu."""
-    itemsize = dtype.itemsize
-    channels_out = problem.out_channels // problem.groups
-    one_chunk_of_taps = tile.taps == problem.kernel_size
-    chunks = -(-channels_out // tile.chunk_channels) * (1 if one_chunk_of_taps else 2)
-    patch_bytes = tile.patch(problem, itemsize).elements * sum_bytes(itemsize)
-    weight_bytes = tile.weights(channels_out) * sum_bytes(itemsize)
-    weights_once = one_chunk_of_taps and weight_bytes <= _WEIGHTS and weight_bytes + patch_bytes <= STATIC_SHARED
-    prefetch = chunks > 1 and _prefetches(tile, problem, itemsize)
-    geometry = problem_macros(problem, dtype)
+    channels_out = tile.problem.out_channels // tile.problem.groups
+    one_chunk_of_taps = tile.taps == tile.problem.kernel_size
+    weight_bytes = tile.weight_bytes(channels_out)
+    weights_once = one_chunk_of_taps and weight_bytes <= min(_WEIGHTS, STATIC_SHARED - tile.patch_bytes)
+    several_chunks = tile.chunk_channels < channels_out or not one_chunk_of_taps
+    geometry = problem_macros(tile.problem, dtype)
     return {
-        **tile.own_macros,
-        "CHANNELS": tile.channels,
-        "PLANES": tile.planes,
-        "CHANNEL_THREADS": tile.channel_threads,
-        "CHUNK_CHANNELS": tile.chunk_channels,
+        **tile.macros,
         "WEIGHTS_ONCE": int(weights_once),
-        "MIN_BLOCKS": tile.resident(itemsize, "INDEX_64" in geometry),
-        **tile.patch(problem, itemsize).macros(prefetch, BATCH_WORDS),
+        "MIN_BLOCKS": tile.resident("INDEX_64" in geometry),
+        **tile.patch.macros(several_chunks and tile.prefetches, BATCH_WORDS),
         **geometry,
     }
 
@@ -203,8 +196,8 @@ class DirectInputGrad(DirectKernel):
         if not math.prod(p.input_shape):
             operands = Operand("grad_output", None), Operand("weight", None)
             return Program(config.dtype, operands, (output,), (clearing(config, output),))
-        macros = input_grad_macros(p, config.dtype, tile)
-        pixel_blocks, plane_blocks, tiles_w = tile.grid(p)
+        macros = input_grad_macros(tile, config.dtype)
+        pixel_blocks, plane_blocks, tiles_w = tile.grid
         params: Params = {
             "grad_output, weight, grad_input": ("grad_output", "weight", "grad_input"),
             "planes, groups": (p.batch * p.groups, p.groups),

@@ -8,19 +8,20 @@ computes it by equal rules and names.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TypeVar
 
 import torch
 
-from gemmconv.geometry import Problem
+from gemmconv.geometry import Pair, Problem
+from gemmconv.hashing import cached_property
 from gemmconv.kernels.direct.menu import SHORT
-from gemmconv.kernels.integers import INT32_MAX, power_of_two_within, up_to_multiple
-from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros
+from gemmconv.kernels.integers import even_share, power_of_two_within, up_to_multiple
+from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros, index_macros
 
 STATIC_SHARED = 48 << 10  # bytes of shared memory that a kernel has without asking
 SHARED = 24 << 10  # bytes that leave room for several blocks on a multiprocessor
-WIDEST_TAPS = 16  # kernel columns that the kernels unroll
+_WIDEST_TAPS = 16  # kernel columns that the kernels unroll
 UNROLLED = 512  # multiply-adds of a thread for one staged channel: bounds the code
 BATCH_WORDS = 24  # registers for loads in flight while nothing is computed
 PREFETCH_WORDS = 32  # registers for loads in flight during a computation
@@ -36,19 +37,15 @@ class Patch:
     """The staged part of grad_output.
 
     Attributes:
-        problem: the geometry.
-        itemsize: bytes of an element.
         tile: input pixels of a tile, ``(height, width)``.
-        taps: kernel taps staged at once.
-        planes: planes staged at once.
-        threads: threads of a block.
+        taps, planes: kernel taps and planes staged at once.
         on_tensor_cores: whether planes are padded so that fragments for tensor cores load without bank conflicts.
     """
 
     problem: Problem
     itemsize: int
-    tile: tuple[int, int]
-    taps: tuple[int, int]
+    tile: Pair
+    taps: Pair
     planes: int
     threads: int
     on_tensor_cores: bool = False
@@ -62,7 +59,7 @@ class Patch:
         compact = pixels * taps < span
         return (pixels * taps, taps, True) if compact else (span, stride // divisor, False)
 
-    @property
+    @cached_property
     def vector(self) -> int:
         """Neighbouring elements of a row that one load takes."""
         problem = self.problem
@@ -72,13 +69,13 @@ class Patch:
         step = self.tile[1] * problem.stride[1]
         return math.gcd(_VECTOR_BYTES // self.itemsize, problem.output_size[1], step)
 
-    @property
+    @cached_property
     def vectors(self) -> int:
         """Vectors of a row."""
         lead = -self.problem.padding[1] % self.vector
         return -(-(lead + self._axis(1)[0]) // self.vector)
 
-    @property
+    @cached_property
     def rows(self) -> int:
         """Rows of a plane."""
         return self._axis(0)[0]
@@ -92,13 +89,14 @@ class Patch:
     def passes(self) -> int:
         """Rows that a thread helps to load."""
         rows_at_once = self.threads // -(-self.vectors // self.steps)
-        return -(-self.planes * self._axis(0)[0] // rows_at_once)
-
-    def words(self, passes: int) -> int:
-        """Registers that the loads of some passes fill."""
-        return passes * self.steps * max(1, self.vector * self.itemsize // 4)
+        return -(-self.planes * self.rows // rows_at_once)
 
     @property
+    def words(self) -> int:
+        """Registers that all loads of a thread fill."""
+        return self.passes * self.steps * max(1, self.vector * self.itemsize // 4)
+
+    @cached_property
     def elements(self) -> int:
         """Elements in shared memory."""
         pitch = self._axis(1)[1]
@@ -106,20 +104,19 @@ class Patch:
         run = self.vector // min(self.vector, banks)
         piece = min(run, 16 // max(4, self.itemsize))
         bank_pitch = up_to_multiple(-(-self.vectors * self.vector // banks), piece)
-        plane = self._axis(0)[0] * banks * bank_pitch
+        plane = self.rows * banks * bank_pitch
         return self.planes * ((plane + 3) // 8 * 8 + 4 if self.on_tensor_cores else plane)
 
     def macros(self, prefetch: bool, most_words: int) -> Macros:
         """The macros for staging; ``most_words`` is the number of registers for loads without prefetching."""
         loads = min(_BATCH_LOADS, most_words * 4 // (self.vector * self.itemsize))
-        batch = min(self.passes, max(1, loads // self.steps))
-        passes = -(-self.passes // batch)
-        return {"VECTOR": self.vector, "BATCH": -(-self.passes // passes), "PREFETCH": int(prefetch)}
+        batch = even_share(self.passes, min(self.passes, max(1, loads // self.steps)))
+        return {"VECTOR": self.vector, "BATCH": batch, "PREFETCH": int(prefetch)}
 
 
 @dataclass(frozen=True)
 class Tile:
-    """The fields that the tiles of both gradient kernels share.
+    """What the tiles of both gradient kernels share. Fields are named like the kernels' macros, in lower case.
 
     Attributes:
         rows: rows of a thread.
@@ -127,38 +124,46 @@ class Tile:
         taps: kernel taps staged at once.
     """
 
+    problem: Problem
+    itemsize: int
     rows: int
     column_threads: int
     row_threads: int
-    taps: tuple[int, int]
+    taps: Pair
 
     @property
-    def own_macros(self) -> Macros:
-        """The macros of the above."""
-        return {
-            "ROWS": self.rows,
-            "COLUMN_THREADS": self.column_threads,
-            "ROW_THREADS": self.row_threads,
-            "TAPS_H": self.taps[0],
-            "TAPS_W": self.taps[1],
-        }
+    def sum_bytes(self) -> int:
+        """Bytes of a sum, and of an element in shared memory."""
+        return max(4, self.itemsize)
+
+    @property
+    def macros(self) -> Macros:
+        """The macros of the fields that the kernel is specialised by."""
+        macros: Macros = {}
+        for name, value in ((field.name, getattr(self, field.name)) for field in fields(self)):
+            if name == "taps":
+                macros["TAPS_H"], macros["TAPS_W"] = value
+            elif name not in ("problem", "itemsize"):
+                macros[name.upper()] = value
+        return macros
 
 
 def problem_macros(problem: Problem, dtype: torch.dtype) -> Macros:
     channels_in, channels_out = problem.gemm_k, problem.out_channels // problem.groups
-    macros: Macros = {
+    return {
         "ELEMENT_T": ELEMENT_TYPES[dtype],
         "CI": channels_in,
         "CO": channels_out,
         **geometry_macros(problem),
+        # Twice as many elements, because tiles reach beyond the image.
+        **index_macros(2 * max(channels_in * problem.in_pixels, channels_out * problem.out_pixels)),
     }
-    if max(channels_in * problem.in_pixels, channels_out * problem.out_pixels) > INT32_MAX // 2:
-        macros["INDEX_64"] = 1  # half, because tiles reach beyond the image
-    return macros
 
 
-def sum_bytes(itemsize: int) -> int:
-    return 8 if itemsize == 8 else 4
+def taps_of(problem: Problem, most: int) -> Pair:
+    """Kernel taps staged at once: at most about ``most``, in whole rows if they are not too wide."""
+    taps_w = even_share(problem.kernel_size[1], _WIDEST_TAPS)
+    return even_share(problem.kernel_size[0], max(1, most // taps_w)), taps_w
 
 
 def rows_of(height: int, most: int) -> int:
@@ -194,12 +199,18 @@ def column_threads_of(problem: Problem, taps_w: int, most: int) -> int:
 _AnyTile = TypeVar("_AnyTile", bound=Tile)
 
 
+def halved(tile: _AnyTile, *names: str) -> _AnyTile:
+    """The tile with half of the first of these fields that is more than 1; the tile itself if none is."""
+    for name in names:
+        if getattr(tile, name, 1) > 1:
+            return replace(tile, **{name: getattr(tile, name) // 2})
+    return tile
+
+
 def smaller(tile: _AnyTile) -> _AnyTile:
     """A tile with as many pixel threads and less shared memory: fewer taps at once, then fewer channels or rows."""
     taps_h, taps_w = tile.taps
     if taps_h > 1:
         return replace(tile, taps=(-(-taps_h // 2), taps_w))
-    for name in ("co_threads", "co_channels", "channel_threads", "rows"):
-        if getattr(tile, name, 1) > 1:
-            return replace(tile, **{name: getattr(tile, name) // 2})
-    return replace(tile, taps=(taps_h, -(-taps_w // 2)))
+    fewer = halved(tile, "co_threads", "co_channels", "channel_threads", "rows")
+    return fewer if fewer is not tile else replace(tile, taps=(taps_h, -(-taps_w // 2)))

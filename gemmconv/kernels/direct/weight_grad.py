@@ -12,8 +12,9 @@ from functools import lru_cache
 
 import torch
 
-from gemmconv.device import REFERENCE
-from gemmconv.geometry import Problem
+from gemmconv.device import REFERENCE, REGISTERS
+from gemmconv.geometry import Pair, Problem
+from gemmconv.hashing import cached_property
 from gemmconv.kernels.base import Config, Pass, strides_of
 from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.direct.forward import DirectKernel, slowest_elsewhere
@@ -23,27 +24,24 @@ from gemmconv.kernels.direct.patch import (
     SHARED,
     STATIC_SHARED,
     UNROLLED,
-    WIDEST_TAPS,
     Patch,
     Tile,
     column_threads_of,
+    halved,
     problem_macros,
     rows_of,
     smaller,
-    sum_bytes,
+    taps_of,
 )
-from gemmconv.kernels.integers import even_share, power_of_two_within
-from gemmconv.kernels.layout.transpose import (
-    gradients_transpose_seconds,
-    transpose_seconds,
-)
+from gemmconv.kernels.integers import power_of_two_within
+from gemmconv.kernels.layout.transpose import gradients_transpose_seconds, transpose_seconds
 from gemmconv.kernels.macros import Macros
 from gemmconv.kernels.program import MAX_GRID_Y, Launch, Operand, Output, Params, Program, clearing, weight_steps
 from gemmconv.kernels.splits.reduce import partial_bytes, result_params, with_partials
 
 _COST = costs_of("direct/weight_grad")
 _THREADS = 128  # threads of a block if there are enough tiles
-_REGISTERS = 65_536  # of a multiprocessor
+_PIXEL_THREADS = "images", "row_threads", "column_threads"  # the factors of pixel_threads, the first to be halved first
 _FEW_PREFETCHED_WORDS = 8  # registers for loads beside the computation in small blocks, which have few tiles each
 _FEW_WORDS = 24  # registers for sums that leave room for much else
 _MANY_WORDS = 64  # registers for sums, inputs and their gradients that leave little room
@@ -73,55 +71,60 @@ class WeightGradTile(Tile):
     @property
     def sums(self) -> int:
         """Sums of a thread."""
-        return self.co_channels * self.ci_channels * self.taps[0] * self.taps[1]
+        return self.co_channels * self.ci_channels * math.prod(self.taps)
 
-    def patch(self, problem: Problem, itemsize: int) -> Patch:
-        tile = (self.row_threads * self.rows * self.steps, self.column_threads)
+    @property
+    def size(self) -> Pair:
+        """Input pixels of a tile."""
+        return self.row_threads * self.rows * self.steps, self.column_threads
+
+    @cached_property
+    def patch(self) -> Patch:
         planes = self.images * self.co_threads * self.co_channels
-        return Patch(problem, itemsize, tile, self.taps, planes, self.threads)
+        return Patch(self.problem, self.itemsize, self.size, self.taps, planes, self.threads)
 
-    def shared_bytes(self, problem: Problem, itemsize: int) -> int:
+    @property
+    def shared_bytes(self) -> int:
         scratch = self.threads // 32 * self.sums
-        return max(self.patch(problem, itemsize).elements, scratch) * sum_bytes(itemsize)
+        return max(self.patch.elements, scratch) * self.sum_bytes
 
-    def tiles(self, problem: Problem) -> tuple[int, int, int]:
+    @property
+    def tiles(self) -> tuple[int, int, int]:
         """Tiles over images, down an image and across it."""
-        return (
-            -(-problem.batch // self.images),
-            -(-problem.input_size[0] // (self.row_threads * self.rows * self.steps)),
-            -(-problem.input_size[1] // self.column_threads),
-        )
+        (height, width), (rows, columns) = self.problem.input_size, self.size
+        return -(-self.problem.batch // self.images), -(-height // rows), -(-width // columns)
 
-    def weight_blocks(self, problem: Problem) -> int:
+    @property
+    def weight_blocks(self) -> int:
         """Blocks that share a slice."""
+        problem = self.problem
         co_blocks = -(-problem.out_channels // problem.groups // (self.co_channels * self.co_threads))
         ci_blocks = -(-problem.gemm_k // (self.ci_channels * self.ci_threads))
         tap_blocks = math.prod(-(-problem.kernel_size[axis] // self.taps[axis]) for axis in (0, 1))
         return problem.groups * co_blocks * ci_blocks * tap_blocks
 
-    def resident(self, itemsize: int, input_grad: bool) -> int:
+    def resident(self, input_grad: bool) -> int:
         """Blocks that a multiprocessor is to have registers for."""
-        words = sum_bytes(itemsize) // 4
+        words = self.sum_bytes // 4
         few = self.sums * words <= _FEW_WORDS
         beside = 2 * self.rows * self.ci_channels  # inputs and their gradients
         many = input_grad and self.threads >= 128 and (self.sums + beside) * words > _MANY_WORDS
         return max(1, min(8, (768 if few else 384 if many else 512) // self.threads))
 
-    def registers(self, itemsize: int, input_grad: bool) -> int:
-        """Registers that a thread then may have."""
-        return min(255, _REGISTERS // (self.resident(itemsize, input_grad) * self.threads) // 8 * 8)
-
-    def spare_words(self, itemsize: int, input_grad: bool) -> int:
+    def spare_words(self, input_grad: bool) -> int:
         """Registers left for loads of grad_output, beside sums, inputs and their gradients."""
-        words = (self.sums + self.rows * self.ci_channels * (1 + input_grad)) * sum_bytes(itemsize) // 4
+        registers = min(255, REGISTERS // (self.resident(input_grad) * self.threads) // 8 * 8)
+        words = (self.sums + self.rows * self.ci_channels * (1 + input_grad)) * self.sum_bytes // 4
         words += 16 if self.threads < 128 else 0  # small blocks are so many that their threads have few registers
-        return self.registers(itemsize, input_grad) - _OTHER_WORDS - words
+        return registers - _OTHER_WORDS - words
 
-    def computes_both(self, problem: Problem, itemsize: int) -> bool:
+    @property
+    def computes_both(self) -> bool:
         """Whether a thread has all that an input pixel receives, and shared memory has room for the weights."""
-        weights = self.ci_threads * self.sums * sum_bytes(itemsize)
-        whole = self.co_channels == problem.out_channels // problem.groups and self.taps == problem.kernel_size
-        return whole and self.shared_bytes(problem, itemsize) + weights <= STATIC_SHARED
+        weights = self.ci_threads * self.sums * self.sum_bytes
+        channels_out = self.problem.out_channels // self.problem.groups
+        whole = self.co_channels == channels_out and self.taps == self.problem.kernel_size
+        return whole and self.shared_bytes + weights <= STATIC_SHARED
 
 
 @lru_cache(maxsize=1024)
@@ -133,20 +136,18 @@ def weight_grad_tile(
 ) -> WeightGradTile:
     """The tile for a problem: as many sums a thread as registers hold, then warps that share what is staged.
 
-    With ``input_grad`` the one for both gradients at once, if it :meth:`~WeightGradTile.computes_both`.
+    With ``input_grad`` the one for both gradients at once, if it :attr:`~WeightGradTile.computes_both`.
     """
     most_sums = 32 if itemsize == 8 else 64
     height, channels_out = problem.input_size[0], problem.out_channels // problem.groups
-    taps_w = even_share(problem.kernel_size[1], WIDEST_TAPS)
-    taps_h = even_share(problem.kernel_size[0], max(1, most_sums // taps_w))
-    taps = taps_h * taps_w
-    ci_channels = _share(problem.gemm_k, max(1, min(8, most_sums // taps)))
-    co_channels = _share(channels_out, max(1, min(4, most_sums // (taps * ci_channels))))
-    sums = taps * ci_channels * co_channels
+    taps = taps_of(problem, most_sums)
+    ci_channels = _share(problem.gemm_k, max(1, min(8, most_sums // math.prod(taps))))
+    co_channels = _share(channels_out, max(1, min(4, most_sums // (math.prod(taps) * ci_channels))))
+    sums = math.prod(taps) * ci_channels * co_channels
     rows = rows_of(height, min(8, most_sums // 4 // ci_channels, UNROLLED // sums))
     ci_tiles, co_tiles = -(-problem.gemm_k // ci_channels), -(-channels_out // co_channels)
 
-    def idle_and_read_again(threads: tuple[int, int]) -> tuple[int, int]:
+    def idle_and_read_again(threads: Pair) -> Pair:
         ci_blocks, co_blocks = -(-ci_tiles // threads[0]), -(-co_tiles // threads[1])
         reads = problem.out_pixels * channels_out * ci_blocks + problem.in_pixels * problem.gemm_k * co_blocks
         return ci_blocks * threads[0] * co_blocks * threads[1], reads
@@ -155,16 +156,18 @@ def weight_grad_tile(
     ci_threads, co_threads = min(candidates, key=idle_and_read_again)
     pixel_threads = _THREADS // (co_threads * ci_threads)
     tile = WeightGradTile(
+        problem,
+        itemsize,
         rows=rows,
         steps=1,
         ci_channels=ci_channels,
         co_channels=co_channels,
-        column_threads=column_threads_of(problem, taps_w, pixel_threads),
+        column_threads=column_threads_of(problem, taps[1], pixel_threads),
         row_threads=1,
         images=1,
         ci_threads=ci_threads,
         co_threads=co_threads,
-        taps=(taps_h, taps_w),
+        taps=taps,
     )
     tile = replace(tile, row_threads=power_of_two_within(-(-height // rows), pixel_threads // tile.column_threads))
     tile = replace(tile, images=power_of_two_within(problem.batch, pixel_threads // tile.pixel_threads))
@@ -172,41 +175,27 @@ def weight_grad_tile(
         tile = replace(tile, images=tile.images * 32 // tile.pixel_threads)
 
     # Room in shared memory, then blocks for every multiprocessor.
-    while tile.shared_bytes(problem, itemsize) > SHARED:
+    while tile.shared_bytes > SHARED:
         if tile.rows > 4:
             tile = replace(tile, rows=rows_of(height, tile.rows // 2))
         elif tile.pixel_threads > 32:
-            tile = _fewer_pixels(tile)
+            tile = halved(tile, *_PIXEL_THREADS)
         else:
             break
-    while tile.shared_bytes(problem, itemsize) > STATIC_SHARED:
+    while tile.shared_bytes > STATIC_SHARED:
         tile = smaller(tile)
-    few = math.prod(tile.tiles(problem)) * tile.weight_blocks(problem) < 2 * multiprocessors
+    few = math.prod(tile.tiles) * tile.weight_blocks < 2 * multiprocessors
     while few and tile.pixel_threads > 32:
-        tile = _fewer_pixels(tile)
+        tile = halved(tile, *_PIXEL_THREADS)
 
     # Longer tiles for many sums: loading the next tile beside this one would take registers that they have not.
-    if tile.sums * sum_bytes(itemsize) // 4 > _FEW_WORDS and not input_grad:
-        fitting = [replace(tile, steps=steps) for steps in (4, 2)]
-        longest = next((longer for longer in fitting if longer.shared_bytes(problem, itemsize) <= SHARED), tile)
-        if (
-            longest.rows * longest.row_threads * (longest.steps - 1) < height
-            and math.prod(longest.tiles(problem)) * longest.weight_blocks(problem) >= 8 * multiprocessors
-        ):
-            tile = longest
+    if tile.sums * tile.sum_bytes // 4 > _FEW_WORDS and not input_grad:
+        longer = (replace(tile, steps=steps) for steps in (4, 2))
+        longest = next((one for one in longer if one.shared_bytes <= SHARED), tile)
+        many = math.prod(longest.tiles) * longest.weight_blocks >= 8 * multiprocessors
+        if many and longest.rows * longest.row_threads * (longest.steps - 1) < height:
+            return longest
     return tile
-
-
-def _tile_for(config: Config, input_grad: bool) -> WeightGradTile:
-    return weight_grad_tile(config.problem, config.dtype.itemsize, input_grad, config.spec.multiprocessors)
-
-
-def _fewer_pixels(tile: WeightGradTile) -> WeightGradTile:
-    if tile.images > 1:
-        return replace(tile, images=tile.images // 2)
-    if tile.row_threads > 1:
-        return replace(tile, row_threads=tile.row_threads // 2)
-    return replace(tile, column_threads=tile.column_threads // 2)
 
 
 def _slices(config: Config, tile: WeightGradTile) -> int:
@@ -215,33 +204,25 @@ def _slices(config: Config, tile: WeightGradTile) -> int:
     Two rounds of blocks, if slices then have a few tiles to pay for their end; more where sums would be
     so long that their roundings add up; less where the partial sums would exceed the workspace.
     """
-    problem, itemsize, multiprocessors = config.problem, config.dtype.itemsize, config.spec.multiprocessors
-    tiles, weight_blocks = math.prod(tile.tiles(problem)), tile.weight_blocks(problem)
-    busy = 2 * multiprocessors * tile.resident(itemsize, False) // weight_blocks
-    just_busy = -(-2 * multiprocessors // weight_blocks)
+    tiles, weight_blocks = math.prod(tile.tiles), tile.weight_blocks
+    busy = 2 * config.spec.multiprocessors * tile.resident(False) // weight_blocks
+    just_busy = -(-2 * config.spec.multiprocessors // weight_blocks)
     exact = -(-tiles * tile.rows * tile.steps // _LONGEST_SUM)
-    fitting = config.workspace_limit // (math.prod(problem.weight_shape) * sum_bytes(itemsize))
+    fitting = config.workspace_limit // (math.prod(config.problem.weight_shape) * tile.sum_bytes)
     return max(1, min(max(exact, min(busy, max(just_busy, tiles // 4))), tiles, fitting, MAX_GRID_Y))
 
 
-def weight_grad_macros(problem: Problem, dtype: torch.dtype, tile: WeightGradTile, input_grad: bool = False) -> Macros:
+def weight_grad_macros(tile: WeightGradTile, dtype: torch.dtype, input_grad: bool = False) -> Macros:
     """Macros that specialise csrc/direct/weight_grad.cu, for both gradients with ``input_grad``."""
-    itemsize = dtype.itemsize
-    patch, spare = tile.patch(problem, itemsize), tile.spare_words(itemsize, input_grad)
+    patch, spare = tile.patch, tile.spare_words(input_grad)
     most_words = PREFETCH_WORDS if tile.threads >= _THREADS else _FEW_PREFETCHED_WORDS
-    prefetch = tile.steps == 1 and patch.words(patch.passes) <= min(most_words, spare)
+    prefetch = tile.steps == 1 and patch.words <= min(most_words, spare)
     return {
-        **tile.own_macros,
-        "STEPS": tile.steps,
-        "CI_CHANNELS": tile.ci_channels,
-        "CO_CHANNELS": tile.co_channels,
-        "IMAGES": tile.images,
-        "CI_THREADS": tile.ci_threads,
-        "CO_THREADS": tile.co_threads,
+        **tile.macros,
         "INPUT_GRAD": int(input_grad),
-        "MIN_BLOCKS": tile.resident(itemsize, input_grad),
+        "MIN_BLOCKS": tile.resident(input_grad),
         **patch.macros(prefetch, max(8, min(BATCH_WORDS, spare - 8))),
-        **problem_macros(problem, dtype),
+        **problem_macros(tile.problem, dtype),
     }
 
 
@@ -255,48 +236,11 @@ def weight_grad_seconds(config: Config, tile: WeightGradTile) -> float:
     True
     """
     p, itemsize = config.problem, config.dtype.itemsize
-    tiles = math.prod(tile.tiles(p)) * tile.weight_blocks(p)
-    staged = tiles * tile.patch(p, itemsize).elements * sum_bytes(itemsize)
+    tiles = math.prod(tile.tiles) * tile.weight_blocks
+    staged = tiles * tile.patch.elements * tile.sum_bytes
     products = p.useful_flops / _COST.rate * (2 if itemsize == 8 else 1)
     copied = staged / _COST.staged_rate + p.least_bytes(itemsize) / _COST.memory_rate
     return _COST.launch_seconds + tiles * _COST.tile_seconds / config.spec.multiprocessors + products + copied
-
-
-def grads_seconds(config: Config, tile: WeightGradTile) -> float:
-    """Estimated seconds of both gradients at once in NCHW; infinite if no thread can hold whole sums of both."""
-    p, itemsize = config.problem, config.dtype.itemsize
-    if not tile.computes_both(p, itemsize):
-        return math.inf
-    products = p.useful_flops / _COST.rate * (2 if itemsize == 8 else 1)
-    stored = math.prod(p.input_shape) * itemsize / _COST.memory_rate
-    return weight_grad_seconds(config, _tile_for(config, input_grad=False)) + products + stored
-
-
-def _program(config: Config, input_config: Config | None, tile: WeightGradTile) -> Program:
-    """A weight gradient, after the input's where that has a configuration."""
-    p, dtype, both = config.problem, config.dtype, input_config is not None
-    nchw = torch.contiguous_format
-    grad_weight = Output("grad_weight", p.weight_shape, strides_of(p.weight_shape, nchw))
-    if not math.prod(p.weight_shape) or not math.prod(p.input_shape):
-        operands = Operand("grad_output", nchw), Operand("input", nchw)
-        return Program(dtype, operands, (grad_weight,), (clearing(config, grad_weight),))
-    slices, (_, tiles_h, tiles_w) = _slices(config, tile), tile.tiles(p)
-    macros = weight_grad_macros(p, dtype, tile, both)
-    params: Params = {
-        "grad_output, input": ("grad_output", "input"),
-        **result_params(slices),
-        "weight, grad_input": ("weight", "grad_input") if both else (None, None),
-        "images, groups": (p.batch, p.groups),
-        "h_in, w_in, h_out, w_out": (*p.input_size, *p.output_size),
-        "tiles_h, tiles_w, tiles, slices": (tiles_h, tiles_w, math.prod(tile.tiles(p)), slices),
-        **(weight_steps(p) if both else {"weight_channel, weight_tap": (0, 0)}),
-    }
-    launch = Launch("direct/weight_grad.cu", macros, (tile.weight_blocks(p), slices, 1), (tile.threads, 1, 1), params)
-    operands = Operand("grad_output", nchw, int(macros["VECTOR"]) * dtype.itemsize), Operand("input", nchw)
-    if input_config is None:
-        return with_partials(config, slices, operands, (), launch)
-    grad_input = Output("grad_input", p.input_shape, strides_of(p.input_shape, input_config.memory_format), nchw)
-    return with_partials(config, slices, (*operands, Operand("weight", None)), (grad_input,), launch)
 
 
 def _share(extent: int, most: int) -> int:
@@ -312,19 +256,47 @@ class DirectWeightGrad(DirectKernel):
     computed_in = torch.contiguous_format
 
     def tile(self, config: Config, direction: Pass) -> WeightGradTile:
-        return _tile_for(config, direction == "grads")
+        p, spec = config.problem, config.spec
+        return weight_grad_tile(p, config.dtype.itemsize, direction == "grads", spec.multiprocessors)
 
     def seconds(self, config: Config, direction: Pass, tile: WeightGradTile) -> float:
-        if direction == "grads":
-            seconds = grads_seconds(config, tile) / slowest_elsewhere(config)
-            return seconds + gradients_transpose_seconds(config, config.of_weight)
-        return weight_grad_seconds(config, tile) / slowest_elsewhere(config) + transpose_seconds(config)
+        if direction == "weight_grad":
+            return weight_grad_seconds(config, tile) / slowest_elsewhere(config) + transpose_seconds(config)
+        if not tile.computes_both:
+            return math.inf
+        p, itemsize = config.problem, config.dtype.itemsize
+        products = p.useful_flops / _COST.rate * (2 if itemsize == 8 else 1)
+        stored = math.prod(p.input_shape) * itemsize / _COST.memory_rate
+        seconds = weight_grad_seconds(config, self.tile(config, "weight_grad")) + products + stored
+        return seconds / slowest_elsewhere(config) + gradients_transpose_seconds(config, config.of_weight)
 
     def workspace_bytes(self, config: Config, direction: Pass, tile: WeightGradTile) -> int:
         return partial_bytes(config, _slices(config, tile)) if config.problem.batch else 0
 
     def program(self, config: Config, direction: Pass, tile: WeightGradTile) -> Program:
-        return _program(config.of_weight, config, tile) if direction == "grads" else _program(config, None, tile)
+        p, both, nchw = config.problem, direction == "grads", torch.contiguous_format
+        if not math.prod(p.weight_shape) or not math.prod(p.input_shape):
+            operands = Operand("grad_output", nchw), Operand("input", nchw)
+            grad_weight = Output("grad_weight", p.weight_shape, strides_of(p.weight_shape, nchw))
+            return Program(config.dtype, operands, (grad_weight,), (clearing(config, grad_weight),))
+        slices, (_, tiles_h, tiles_w) = _slices(config, tile), tile.tiles
+        macros = weight_grad_macros(tile, config.dtype, both)
+        params: Params = {
+            "grad_output, input": ("grad_output", "input"),
+            **result_params(slices),
+            "weight, grad_input": ("weight", "grad_input") if both else (None, None),
+            "images, groups": (p.batch, p.groups),
+            "h_in, w_in, h_out, w_out": (*p.input_size, *p.output_size),
+            "tiles_h, tiles_w, tiles, slices": (tiles_h, tiles_w, math.prod(tile.tiles), slices),
+            **(weight_steps(p) if both else {"weight_channel, weight_tap": (0, 0)}),
+        }
+        grid, block = (tile.weight_blocks, slices, 1), (tile.threads, 1, 1)
+        launch = Launch("direct/weight_grad.cu", macros, grid, block, params)
+        operands = Operand("grad_output", nchw, int(macros["VECTOR"]) * tile.itemsize), Operand("input", nchw)
+        if not both:
+            return with_partials(config, slices, operands, (), launch)
+        grad_input = Output("grad_input", p.input_shape, strides_of(p.input_shape, config.memory_format), nchw)
+        return with_partials(config, slices, (*operands, Operand("weight", None)), (grad_input,), launch)
 
 
 KERNEL = DirectWeightGrad()
