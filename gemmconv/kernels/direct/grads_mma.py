@@ -10,7 +10,7 @@ from functools import lru_cache
 import torch
 
 from gemmconv.device import LEAST_SHARED_BYTES, REFERENCE, REGISTERS
-from gemmconv.geometry import Problem
+from gemmconv.geometry import Pair, Problem
 from gemmconv.hashing import cached_property
 from gemmconv.kernels.base import DEFAULT_WORKSPACE_LIMIT, Config, Pass, strides_of
 from gemmconv.kernels.costs import costs_of
@@ -57,7 +57,7 @@ class Tile:
         return 32 * self.row_warps * self.column_warps * self.ci_warps
 
     @property
-    def size(self) -> tuple[int, int]:
+    def size(self) -> Pair:
         """Input pixels of a tile."""
         return self.row_warps * self.rows, 16 * self.column_warps
 
@@ -101,18 +101,22 @@ class Tile:
         return max(1, min(4, by_registers, REFERENCE.shared_bytes // (self.shared_bytes + 1024)))
 
     @cached_property
-    def batch(self) -> int:
-        """Rows, or several times as many, of a plane that a warp stages at once: what registers hold of loads."""
+    def loads(self) -> Pair:
+        """Steps in which a warp stages a plane, each of one row or more, and vectors that a lane loads in a step."""
         lanes = min(32, power_of_two(self.patch.vectors))
-        row_steps = -(-self.patch.rows * lanes // 32)
-        vectors = -(-self.patch.vectors // lanes)
+        return -(-self.patch.rows * lanes // 32), -(-self.patch.vectors // lanes)
+
+    @property
+    def batch(self) -> int:
+        """Steps that a warp stages at once: what registers hold of loads."""
+        row_steps, vectors = self.loads
         words = vectors * max(1, self.patch.vector * self.itemsize // 4)
         registers = min(255, REGISTERS // (self.threads * self.resident) // 8 * 8)
         most = min(_MOST_WORDS, registers - self.sums - _STAGING_REGISTERS) // (2 if self.itemsize == 2 else 1)
         return even_share(row_steps, max(1, min(most // words, _MOST_LOADS // vectors)))
 
     @property
-    def tiles(self) -> tuple[int, int]:
+    def tiles(self) -> Pair:
         """Tiles down an image and across it."""
         (height, width), (rows, columns) = self.problem.input_size, self.size
         return -(-height // rows), -(-width // columns)
@@ -125,12 +129,10 @@ class Tile:
     @cached_property
     def _tile_seconds(self) -> float:
         """The work that a tile adds to a multiprocessor: rows that are loaded, their elements, and products."""
-        lanes = min(32, power_of_two(self.patch.vectors))
         rows = self.channels_out * self.patch.rows
-        loads = self.channels_out * -(-self.patch.rows * lanes // 32) * -(-self.patch.vectors // lanes)
         elements = rows * self.patch.vectors * self.patch.vector
         products = self.threads // 32 * self.rows * self.problem.taps * (2 * -(-self.planes // 16) + self.planes // 8)
-        staging = rows * _COST.row_seconds + loads * _COST.load_seconds
+        staging = rows * _COST.row_seconds + self.channels_out * math.prod(self.loads) * _COST.load_seconds
         staging += elements * (1 + self.itemsize / 2) * _COST.element_seconds
         return _COST.tile_seconds + staging + products * _COST.product_seconds
 
@@ -177,17 +179,13 @@ def _menu(problems: tuple[Problem, ...], itemsize: int, multiprocessors: int) ->
 
 def tiles_of(problem: Problem, itemsize: int, multiprocessors: int = REFERENCE.multiprocessors) -> list[Tile]:
     """The tiles that a problem may have: those that fit registers and shared memory."""
-    ci_warps = min(_WARPS, power_of_two(-(-problem.gemm_k // 8)))
+    height, ci_warps = problem.input_size[0], min(_WARPS, power_of_two(-(-problem.gemm_k // 8)))
     tiles = []
-    for rows, row_warps in itertools.product(sorted({power_of_two_within(problem.input_size[0], 4), 2, 1}), (1, 2, 4)):
-        if ci_warps * row_warps > _WARPS or (
-            _WARPS // ci_warps // row_warps == 4 and problem.input_size[0] > _FEW_ROWS
-        ):
-            continue
-        tile = Tile(problem, itemsize, rows, row_warps, _WARPS // ci_warps // row_warps, ci_warps, multiprocessors)
-        if tile.fits:
-            tiles.append(tile)
-    return tiles
+    for rows, row_warps in itertools.product(sorted({power_of_two_within(height, 4), 2, 1}), (1, 2, 4)):
+        column_warps = _WARPS // (ci_warps * row_warps)
+        if 0 < column_warps <= (4 if height <= _FEW_ROWS else 2):
+            tiles.append(Tile(problem, itemsize, rows, row_warps, column_warps, ci_warps, multiprocessors))
+    return [tile for tile in tiles if tile.fits]
 
 
 def grads_macros(tile: Tile, dtype: torch.dtype) -> Macros:
