@@ -39,16 +39,12 @@ class Call:
         if call is None:
             if len(self._bound) >= _MOST_BOUND:
                 self._bound.clear()
-            call = self._bound[key] = self.bind(*tensors)
+            call = self._bound[key] = bound(self.program, self.device, tensors)
         return call(*tensors)
 
     def load(self, *tensors: torch.Tensor | None) -> None:
         """Load all kernels for tensors with the strides of these, which may be without data."""
         _loaded(launches(self.program, tensors, self.device), self.device)
-
-    def bind(self, *tensors: torch.Tensor | None) -> Callable[..., Any]:
-        """The call for tensors with the strides of these."""
-        return bound(self.program, self.device, tensors)
 
 
 def bound(program: Program, device: torch.device, tensors: Tensors) -> Callable[..., Any]:

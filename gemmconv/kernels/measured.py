@@ -35,11 +35,8 @@ def sizes(problem: Problem) -> list[float]:
     p = problem
     channels = p.in_channels // p.groups, p.out_channels // p.groups
     log, is_grouped, is_strided = math.log2, p.groups > 1, max(p.stride) > 1
-    flops, moved, even = (
-        log(max(1, p.useful_flops)),
-        log(max(1, p.least_bytes(4))),
-        math.gcd(p.in_channels, p.out_channels, 64),
-    )
+    flops, moved = log(max(1, p.useful_flops)), log(max(1, p.least_bytes(4)))
+    even = math.gcd(p.in_channels, p.out_channels, 64)
     of_even = float(even % 8 == 0)  # whether channels fill 16 bytes in every type
     return [
         1.0,

@@ -78,8 +78,8 @@ class TensorMapSpec:
 Field = str | At | None | TensorMapSpec | int | ByFormat
 Params = Mapping[str, Field | tuple[Field, ...]]
 # By the type of a field: its format in ``struct``, bytes, alignment. Slots (pointers, tensor maps) are filled later.
-_INT, _SLOT = ("i", 4, 4), ("8x", 8, 8)
-_C_TYPES = {str: _SLOT, At: _SLOT, type(None): _SLOT, TensorMapSpec: ("128x", 128, 64), Long: ("Q", 8, 8)}
+_INT, _POINTER = ("i", 4, 4), ("8x", 8, 8)
+_C_TYPES = {At: _POINTER, type(None): _POINTER, TensorMapSpec: ("128x", 128, 64), Long: ("Q", 8, 8)}
 
 
 @dataclass(frozen=True)
@@ -104,22 +104,18 @@ class Launch:
     overlaps: bool = False
 
     @property
-    def fields(self) -> Iterator[Field]:
+    def fields(self) -> Iterator[At | TensorMapSpec | int | ByFormat | None]:
         """The values of the params struct, in order."""
         for names, value in self.params.items():
             values = value if isinstance(value, tuple) else (value,)
             count = int(names[names.index("[") + 1 : -1]) if names[-1] == "]" else names.count(",") + 1
             assert len(values) == count, f"{self.source}: values of {names}, got {values}"
-            yield from values
+            yield from (At(one) if isinstance(one, str) else one for one in values)
 
     @property
     def tensors(self) -> Iterator[str]:
         """The names of all memory that it may read or write."""
-        for value in self.fields:
-            if isinstance(value, At | TensorMapSpec):
-                yield value.tensor
-            elif isinstance(value, str):
-                yield value
+        return (value.tensor for value in self.fields if isinstance(value, At | TensorMapSpec))
 
     def laid_out(self, channels_last: bool) -> tuple[bytes, list[tuple[int, At | TensorMapSpec]]]:
         """The params struct in C's layout for a weight of the given format: its bytes, and its slots with offsets."""
@@ -135,7 +131,7 @@ class Launch:
             elif isinstance(value, ByFormat):
                 values.append(value.channels_last if channels_last else value.contiguous)
             elif value is not None:
-                slots.append((end, At(value) if isinstance(value, str) else value))
+                slots.append((end, value))
             end += size
             largest = max(largest, alignment)
         return struct.pack(f"{code}{-end % largest}x", *values), slots
@@ -330,15 +326,14 @@ def one_after_the_other(arguments: Sequence[str], first: Program, second: Progra
         else:
             names[one.name] = f"{one.name} again" if any(one.name == x.name for x in operands.values()) else one.name
             operands[key] = replace(one, name=names[one.name], argument=one.given_as)
-    of_second = {name: f"{name} again" if name in first.scratch else name for name in second.scratch}
-    names |= of_second
+    names |= {name: f"{name} again" if name in first.scratch else name for name in second.scratch}
     ordered = sorted(operands.values(), key=lambda one: arguments.index(one.given_as))
     return Program(
         first.dtype,
         tuple(ordered),
         (*first.outputs, *second.outputs),
         (*first.steps, *(step.renamed(names) for step in second.steps)),
-        {**first.scratch, **{of_second[name]: size for name, size in second.scratch.items()}},
+        {**first.scratch, **{names[name]: size for name, size in second.scratch.items()}},
     )
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 
-from gemmconv.geometry import Pair, Problem, output_extent
+from gemmconv.geometry import Pair, Problem
 from gemmconv.kernels.base import Config
 from gemmconv.kernels.integers import power_of_two
 
@@ -94,11 +94,5 @@ def _in_blocks(problem: Problem, height: int, width: int) -> tuple[bool, bool]:
 
 
 def _output(problem: Problem, axis: int, size: int) -> int:
-    return output_extent(
-        size,
-        problem.kernel_size[axis],
-        problem.stride[axis],
-        problem.padding[axis],
-        problem.output_padding[axis],
-        problem.dilation[axis],
-    )
+    """The length of an axis of the output for another size of the input."""
+    return problem.output_size[axis] + (size - problem.input_size[axis]) * problem.stride[axis]
