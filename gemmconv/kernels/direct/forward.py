@@ -142,7 +142,7 @@ class _Layer:
         parts = -(-longest_sum(problem) // _LONGEST_SUM) if dtype == torch.float32 else 1
         self.least_split = min(_MOST_SPLIT, power_of_two(parts), 1 << (self.channels_in.bit_length() - 1))
         self.bytes_ratio = spec.bytes_ratio
-        self.costs_of_threads: dict[tuple[int, int, int], tuple[float, float, int, int]] = {}
+        self.costs_of_threads: dict[tuple[int, int, int], tuple[float, float, int]] = {}
         reached = ([phase for phase in problem.phases(axis) if phase.taps] for axis in (0, 1))
         self.tap_phases_h, self.tap_phases_w = map(len, reached)
 
@@ -209,12 +209,8 @@ class _Layer:
         most = max(1, min(_MOST_TRIPS, below, self.blocks(replace(tile, turns=1)) // busy))
         return min(range(most, 0, -1), key=lambda trips: -(-below // trips) * (trips + 1))
 
-    def tiles(self, whole_sectors: bool = True) -> Iterator[Tile]:
-        """All tiles that fit registers and shared memory; ``whole_sectors``: stores in channels_last fill 32 bytes."""
-        return (tile for shape in self.shapes(whole_sectors) if (tile := self.fitting(shape)) is not None)
-
     def shapes(self, whole_sectors: bool = True) -> Iterator[_Shape]:
-        """The shapes of tiles that fit registers; see :meth:`tiles`."""
+        """The shapes of tiles that fit registers; ``whole_sectors``: stores in channels_last fill 32 bytes."""
         p = self.problem
         phases = self.tap_phases_h if self.tap_phases_h <= _MOST_PHASES else 1
         most_planes = math.gcd(p.groups, 8) if self.channels_last else power_of_two(self.planes)
@@ -271,7 +267,7 @@ class _Layer:
         )
         if self._other_bytes(tile) > SHARED_BYTES:
             return None
-        while self._staged_bytes(tile) > SHARED_BYTES:
+        while self._staged_bytes(*self.staged_elements(tile)) > SHARED_BYTES:
             channels_in //= 2
             if channels_in == 0:
                 return None
@@ -300,10 +296,12 @@ class _Layer:
         spatial = -(-self.cells_h // (tile.rows * tile.turns)) * -(-self.cells_w // (tile.lanes_w * tile.cells))
         return spatial * -(-self.planes // tile.planes) * -(-self.channels_out // tile.channels_out)
 
-    def patch_elements(self, tile: Tile) -> int:
-        """Elements of the patch, with its padding; see csrc/direct/forward.cu."""
+    def staged_elements(self, tile: Tile) -> tuple[int, int]:
+        """Elements of the patch, with its padding, and of the weights, in quads; see csrc/direct/forward.cu."""
         pitch = _pitch(tile.lanes_w, tile.cells, self.halo_w, self.sum_bytes)
-        return tile.planes * tile.channels_in * (tile.rows + self.halo_h) * pitch
+        kernel_h, kernel_w = self.problem.kernel_size
+        planes, quads = tile.planes * tile.channels_in, -(-kernel_w * tile.channels_out // 4)
+        return planes * (tile.rows + self.halo_h) * pitch, planes * kernel_h * quads * 4
 
     def shared_bytes(self, tile: Tile) -> int:
         """Bytes of shared memory that csrc/direct/forward.cu takes."""
@@ -312,13 +310,11 @@ class _Layer:
             quads = kernel_h * -(-kernel_w * tile.planes_each // 4) | 1
             stage = 0 if self.channels_last else tile.threads * tile.cells * self.problem.stride[1] * self.item_bytes
             return tile.planes // tile.planes_each * quads * 4 * self.sum_bytes + stage
-        return max(self._staged_bytes(tile), self._other_bytes(tile))
+        return max(self._staged_bytes(*self.staged_elements(tile)), self._other_bytes(tile))
 
-    def _staged_bytes(self, tile: Tile) -> int:
-        """Bytes of shared memory for the patch and the weights."""
-        kernel_h, kernel_w = self.problem.kernel_size
-        quads = tile.planes * tile.channels_in * kernel_h * -(-kernel_w * tile.channels_out // 4)
-        return -(-self.patch_elements(tile) * self.sum_bytes // 16) * 16 + quads * 4 * self.sum_bytes
+    def _staged_bytes(self, patch: int, weights: int) -> int:
+        """Bytes of shared memory for so many elements of the patch and of the weights."""
+        return -(-patch * self.sum_bytes // 16) * 16 + weights * self.sum_bytes
 
     def _other_bytes(self, tile: Tile) -> int:
         """Bytes of shared memory for partial sums or for outputs, which reuse the memory of patch and weights."""
@@ -336,7 +332,7 @@ class _Layer:
 
     def cycles(self, tile: Tile, cost: _Cost | None = None) -> float:
         """Estimated cycles of an H200's multiprocessor; ``cost`` is that of the tile, if it is known."""
-        held, alone, together, moved = cost or self.cost(tile)
+        held, alone, together, moved = self.cost(tile) if cost is None else cost
         blocks = -(-self.blocks(tile) // self.spec.multiprocessors)
         moved *= blocks
         return max(-(-blocks // held) * alone, blocks * together, moved) + _COST.stored_factor * moved
@@ -346,10 +342,9 @@ class _Layer:
         key, threads = (tile.cells, tile.channels_out, tile.split), tile.threads
         if key not in self.costs_of_threads:
             self.costs_of_threads[key] = self.cost_of_thread(tile)
-        instructions, wavefronts, quads, most_threads = self.costs_of_threads[key]
+        instructions, wavefronts, most_threads = self.costs_of_threads[key]
         stages = -(-self.tap_phases_h // tile.phases) * -(-self.channels_in // tile.channels_in)
-        patch = self.patch_elements(tile)
-        weights = tile.planes * tile.channels_in * self.problem.kernel_size[0] * quads * 4
+        patch, weights = self.staged_elements(tile)
         staged = stages * _COST.staged_instructions * patch / threads
         instructions += staged
         wavefronts += _COST.staged_wavefronts * staged
@@ -360,7 +355,8 @@ class _Layer:
         latency = _COST.channels_last_latency_cycles if self.channels_last else _COST.latency_cycles
         alone = stages * (latency * loads + _COST.chunk_cycles) + max(_COST.alone_cycles, warps / 4) * instructions
 
-        shared_bytes = self.shared_bytes(tile) + 1024  # the system reserves 1 KiB a block
+        shared_bytes = max(self._staged_bytes(patch, weights), self._other_bytes(tile))
+        shared_bytes += 1024  # the system reserves 1 KiB a block
         held = min(max(1, most_threads // threads), REFERENCE.shared_bytes // shared_bytes, 2048 // threads)
         # The fewer warps, the more cycles pass in which none can issue.
         issue = instructions / 4 / min(1.0, _COST.warp_issue_share * held * warps)
@@ -381,11 +377,11 @@ class _Layer:
             moved *= 1 + _COST.run_bytes / (run * self.item_bytes)
         return _Cost(held, alone, warps * together, moved)
 
-    def cost_of_thread(self, tile: Tile) -> tuple[float, float, int, int]:
+    def cost_of_thread(self, tile: Tile) -> tuple[float, float, int]:
         """The part of the cost that does not depend on the number of threads.
 
-        Returns instructions and cycles of shared memory without staging, groups of four weights in a row of taps, and
-        the most threads that a multiprocessor holds.
+        Returns instructions and cycles of shared memory without staging, and the most threads that a multiprocessor
+        holds.
         """
         kernel_h, kernel_w = self.problem.kernel_size
         passes = -(-self.tap_phases_h // tile.phases)
@@ -406,7 +402,7 @@ class _Layer:
             pieces = pixels * (lines if self.whole_pixels(tile) else max(1.0, lines))
             instructions += _COST.pixel_instructions * pixels * tile.channels_out
             wavefronts += tap_rows * quads * double + _COST.piece_wavefronts * 32 * pieces
-        return instructions, wavefronts, quads, REGISTERS // self.register_bound(tile)
+        return instructions, wavefronts, REGISTERS // self.register_bound(tile)
 
 
 class _Cost(NamedTuple):
