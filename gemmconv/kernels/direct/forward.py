@@ -218,7 +218,7 @@ class _Layer:
         if self.channels_last and whole_sectors:
             sector_planes = 32 // self.item_bytes // min(self.channels_in, self.channels_out)
             least_planes = min(most_planes, power_of_two(sector_planes))
-        shares = {even_share(self.channels_out, most) for most in (1, 2, 4, 8, 16)}
+        shares = sorted({even_share(self.channels_out, most) for most in (1, 2, 4, 8, 16)})
         splits = [split for split in (1, 2, 4) if self.least_split <= split <= self.channels_in]
         if self.planes * self.cells_h * self.cells_w > 1 << 20:
             splits = [split for split in splits if split == self.least_split]
@@ -243,7 +243,7 @@ class _Layer:
                         if too_many or part * factor * planes * split > 256:
                             break
                         options.append((rows, factor * planes, split))
-            for channels_out in sorted(shares):
+            for channels_out in shares:
                 narrowest = cells == 1 and channels_out == 1
                 if narrowest or self.registers(cells, channels_out) <= _REGISTERS[-1] - 16:
                     for rows, planes, split in of_block[lanes_w]:
