@@ -17,7 +17,7 @@ from gemmconv.kernels.base import Config, Kernel, Pass, accumulator_dtype
 from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.direct.menu import menu_of, samples
 from gemmconv.kernels.integers import INT32_MAX, even_share, power_of_two
-from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros, index_macros
+from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros
 from gemmconv.kernels.phases import cells_of, reach_of
 from gemmconv.kernels.program import Launch, Params, Program, gathering, plane_grid, weight_steps
 from gemmconv.kernels.search_cache import cached
@@ -191,12 +191,9 @@ class _Layer:
                 tile = replace(tile, rows=tile.rows // 2)
             else:
                 break
-        while tile.threads % 32:  # whole warps, some of it idle
-            tile = replace(tile, rows=tile.rows * 2)
-        while self.shared_bytes(tile) > SHARED_BYTES and tile.planes > planes_each:
-            tile = replace(tile, planes=tile.planes // 2)
-            while tile.threads % 32:
-                tile = replace(tile, rows=tile.rows * 2)
+        while (idle := tile.threads % 32) or (self.shared_bytes(tile) > SHARED_BYTES and tile.planes > planes_each):
+            # Whole warps, some of it idle, then room in shared memory.
+            tile = replace(tile, rows=tile.rows * 2) if idle else replace(tile, planes=tile.planes // 2)
         if self.channels_last:
             trips = self.loop_trips(tile)
             tile = replace(tile, turns=trips, looped=trips > 1)
@@ -470,8 +467,7 @@ def forward_macros(problem: Problem, dtype: torch.dtype, channels_last: bool, ti
         "VECTOR": vector,
         "LEAST_BLOCKS": layer.least_blocks(tile),
         "SHARED_BYTES": -(-layer.shared_bytes(tile) // 512) * 512,
-        **geometry_macros(p),
-        **index_macros(max(in_elements, out_elements, p.in_channels * p.gemm_m)),
+        **geometry_macros(p, max(in_elements, out_elements, p.in_channels * p.gemm_m)),
     }
 
 

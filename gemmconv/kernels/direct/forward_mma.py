@@ -21,7 +21,7 @@ from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.direct.forward import DirectKernel, clock_of
 from gemmconv.kernels.direct.menu import menu_of, samples
 from gemmconv.kernels.integers import power_of_two
-from gemmconv.kernels.macros import ELEMENT_TYPES, TENSOR_CORE_TYPES, Macros, geometry_macros, index_macros, table
+from gemmconv.kernels.macros import ELEMENT_TYPES, TENSOR_CORE_TYPES, Macros, geometry_macros, named_macros, table
 from gemmconv.kernels.phases import cells_of, phase_shifts, reach_of
 from gemmconv.kernels.program import MAX_GRID_Y, Launch, Params, Program, gathering, weight_steps
 from gemmconv.kernels.search_cache import cached
@@ -466,25 +466,10 @@ def forward_macros(tile: Tile, dtype: torch.dtype) -> Macros:
         "FIRST_W": first_w,
         "HALO_H": last_h - first_h,
         "HALO_W": last_w - first_w,
-        "WORDS": tile.words,
-        "PIXEL_PITCH": tile.pixel_pitch,
-        "ROW_PHASES": tile.row_phases,
-        "CHANNELS": tile.channels,
-        "GROUPS": tile.groups,
-        "N_TILES": tile.n_tiles,
-        "WARPS_M": tile.warps_m,
-        "WARPS_N": tile.warps_n,
+        **named_macros(tile, "words pixel_pitch row_phases channels groups n_tiles warps_m warps_n"),
         "TILE_H": tile.size[0],
         "TILE_W": tile.size[1],
-        "STAGED": int(tile.staged),
-        "VECTOR": tile.vector,
-        "PIECE": tile.piece,
-        "SHIFTED": int(tile.shifted),
-        "LOADING": tile.loading,
-        "UNROLLED": int(tile.unrolled),
-        "PIXELS": tile.pixels,
-        "LEAD": tile.lead,
-        "UNROLL": tile.unroll,
+        **named_macros(tile, "staged vector piece shifted loading unrolled pixels lead unroll"),
         "MIN_BLOCKS": tile.blocks_resident,
         "SHARED_BYTES": tile.shared_bytes,
         "SHIFT_BASE": _SHIFT_BASE,
@@ -500,8 +485,7 @@ def forward_macros(tile: Tile, dtype: torch.dtype) -> Macros:
         "PAIR_BEGIN": table(first_pairs),
         "PAIR_STEP": table([step for step, _ in pairs]),
         "PAIR_TILE": table([m for _, m in pairs]),
-        **geometry_macros(p),
-        **index_macros(max(p.in_pixels * p.in_channels, p.out_pixels * p.out_channels)),
+        **geometry_macros(p, max(p.in_pixels * p.in_channels, p.out_pixels * p.out_channels)),
     }
 
 

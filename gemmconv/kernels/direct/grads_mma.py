@@ -19,7 +19,7 @@ from gemmconv.kernels.direct.menu import menu_of, samples
 from gemmconv.kernels.direct.patch import Patch, problem_macros
 from gemmconv.kernels.integers import even_share, power_of_two, power_of_two_within
 from gemmconv.kernels.layout.transpose import gradients_transpose_seconds
-from gemmconv.kernels.macros import TENSOR_CORE_TYPES, Macros
+from gemmconv.kernels.macros import TENSOR_CORE_TYPES, Macros, named_macros
 from gemmconv.kernels.program import MAX_GRID_Y, Launch, Operand, Output, Params, Program, weight_steps
 from gemmconv.kernels.splits.reduce import partial_bytes, result_params, with_partials
 
@@ -191,10 +191,7 @@ def tiles_of(problem: Problem, itemsize: int, multiprocessors: int = REFERENCE.m
 def grads_macros(tile: Tile, dtype: torch.dtype) -> Macros:
     """Macros that specialise csrc/direct/grads_mma.cu."""
     return {
-        "ROWS": tile.rows,
-        "ROW_WARPS": tile.row_warps,
-        "COLUMN_WARPS": tile.column_warps,
-        "CI_WARPS": tile.ci_warps,
+        **named_macros(tile, "rows row_warps column_warps ci_warps"),
         "MIN_BLOCKS": tile.resident,
         "SHARED_BYTES": tile.shared_bytes,
         "VECTOR": tile.patch.vector,

@@ -31,7 +31,7 @@ from gemmconv.kernels.direct.patch import (
 )
 from gemmconv.kernels.integers import even_share, power_of_two_within, up_to_multiple
 from gemmconv.kernels.layout.transpose import transpose_seconds
-from gemmconv.kernels.macros import Macros
+from gemmconv.kernels.macros import Macros, named_macros
 from gemmconv.kernels.program import Launch, Operand, Output, Params, Program, clearing, plane_grid, weight_steps
 
 _SHARED_FOR_TWO = 32 << 10  # SHARED for two channels of 16-bit elements; one channel alone has few loads in flight
@@ -165,7 +165,7 @@ def input_grad_macros(tile: InputGradTile, dtype: torch.dtype) -> Macros:
     several_chunks = tile.chunk_channels < channels_out or not one_chunk_of_taps
     geometry = problem_macros(tile.problem, dtype)
     return {
-        **tile.macros,
+        **named_macros(tile, "rows column_threads row_threads taps channels planes channel_threads chunk_channels"),
         "WEIGHTS_ONCE": int(weights_once),
         "MIN_BLOCKS": tile.resident("INDEX_64" in geometry),
         **tile.patch.macros(several_chunks and tile.prefetches, BATCH_WORDS),

@@ -8,7 +8,7 @@ computes it by equal rules and names.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -17,7 +17,7 @@ from gemmconv.geometry import Pair, Problem
 from gemmconv.hashing import cached_property
 from gemmconv.kernels.direct.menu import SHORT
 from gemmconv.kernels.integers import even_share, power_of_two_within, up_to_multiple
-from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros, index_macros
+from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros
 
 STATIC_SHARED = 48 << 10  # bytes of shared memory that a kernel has without asking
 SHARED = 24 << 10  # bytes that leave room for several blocks on a multiprocessor
@@ -136,17 +136,6 @@ class Tile:
         """Bytes of a sum, and of an element in shared memory."""
         return max(4, self.itemsize)
 
-    @property
-    def macros(self) -> Macros:
-        """The macros of the fields that the kernel is specialised by."""
-        macros: Macros = {}
-        for name, value in ((field.name, getattr(self, field.name)) for field in fields(self)):
-            if name == "taps":
-                macros["TAPS_H"], macros["TAPS_W"] = value
-            elif name not in ("problem", "itemsize"):
-                macros[name.upper()] = value
-        return macros
-
 
 def problem_macros(problem: Problem, dtype: torch.dtype) -> Macros:
     channels_in, channels_out = problem.gemm_k, problem.out_channels // problem.groups
@@ -154,9 +143,8 @@ def problem_macros(problem: Problem, dtype: torch.dtype) -> Macros:
         "ELEMENT_T": ELEMENT_TYPES[dtype],
         "CI": channels_in,
         "CO": channels_out,
-        **geometry_macros(problem),
         # Twice as many elements, because tiles reach beyond the image.
-        **index_macros(2 * max(channels_in * problem.in_pixels, channels_out * problem.out_pixels)),
+        **geometry_macros(problem, 2 * max(channels_in * problem.in_pixels, channels_out * problem.out_pixels)),
     }
 
 

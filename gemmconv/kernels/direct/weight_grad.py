@@ -35,7 +35,7 @@ from gemmconv.kernels.direct.patch import (
 )
 from gemmconv.kernels.integers import power_of_two_within
 from gemmconv.kernels.layout.transpose import gradients_transpose_seconds, transpose_seconds
-from gemmconv.kernels.macros import Macros
+from gemmconv.kernels.macros import Macros, named_macros
 from gemmconv.kernels.program import MAX_GRID_Y, Launch, Operand, Output, Params, Program, clearing, weight_steps
 from gemmconv.kernels.splits.reduce import partial_bytes, result_params, with_partials
 
@@ -218,7 +218,8 @@ def weight_grad_macros(tile: WeightGradTile, dtype: torch.dtype, input_grad: boo
     most_words = PREFETCH_WORDS if tile.threads >= _THREADS else _FEW_PREFETCHED_WORDS
     prefetch = tile.steps == 1 and patch.words <= min(most_words, spare)
     return {
-        **tile.macros,
+        **named_macros(tile, "rows column_threads row_threads taps steps ci_channels co_channels"),
+        **named_macros(tile, "images ci_threads co_threads"),
         "INPUT_GRAD": int(input_grad),
         "MIN_BLOCKS": tile.resident(input_grad),
         **patch.macros(prefetch, max(8, min(BATCH_WORDS, spare - 8))),
