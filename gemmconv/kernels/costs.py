@@ -32,7 +32,8 @@ class Costs:
 
     def __init__(self, values: dict[str, Any]) -> None:
         for name, value in values.items():
-            self.__dict__[name] = _table(value) if isinstance(value, dict) else value
+            is_table = isinstance(value, dict)
+            self.__dict__[name] = {_key(key): one for key, one in value.items()} if is_table else value
 
     def table(self, name: str) -> dict[Any, float]:
         """A cost that is a table."""
@@ -66,10 +67,7 @@ def read(device: str) -> dict[str, Any]:
     return json.loads((FOLDER / f"{device}.json").read_text())
 
 
-def _table(values: dict[str, float]) -> dict[Any, float]:
-    return {_key(key): value for key, value in values.items()}
-
-
 def _key(text: str) -> Any:
+    """The key of a table's value."""
     parts = tuple(int(part) if part.isdecimal() else part for part in text.split())
     return parts if len(parts) > 1 else parts[0]

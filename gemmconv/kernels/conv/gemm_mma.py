@@ -19,8 +19,8 @@ from gemmconv.device import REGISTERS, DeviceSpec
 from gemmconv.hashing import cached_property
 from gemmconv.kernels.base import Config, Kernel, Pass
 from gemmconv.kernels.costs import costs_of
-from gemmconv.kernels.integers import INT32_MAX, power_of_two
-from gemmconv.kernels.macros import ELEMENT_TYPES, TENSOR_CORE_TYPES, Macros, index_macros
+from gemmconv.kernels.integers import INT32_MAX, even_share, power_of_two
+from gemmconv.kernels.macros import ELEMENT_TYPES, TENSOR_CORE_TYPES, Macros, index_macros, named_macros
 from gemmconv.kernels.phases import axis_taps
 from gemmconv.kernels.program import Extent3, Launch, Params, Program, gathering
 from gemmconv.kernels.splits import reduce
@@ -99,12 +99,10 @@ class Work:
         self.batch, self.groups, self.itemsize = p.batch, p.groups, config.dtype.itemsize
         self.parts = 2 if config.is_ieee else 1
         self.channels_last = config.memory_format is torch.channels_last
-        channels, sizes = (p.in_channels, p.out_channels), (_extents(p.input_size), _extents(p.output_size))
-        steps = (1, 1, 1), _extents(p.stride)
-        order = (0, 1) if direction == "forward" else (1, 0)
-        self.in_channels, self.out_channels = (channels[i] // p.groups for i in order)
-        self.inputs, self.outputs = (sizes[i] for i in order)
-        self.step, self.span = (steps[i] for i in order)
+        order = 1 if direction == "forward" else -1
+        self.in_channels, self.out_channels = (p.in_channels // p.groups, p.out_channels // p.groups)[::order]
+        self.inputs, self.outputs = (_extents(p.input_size), _extents(p.output_size))[::order]
+        self.step, self.span = (_extents(()), _extents(p.stride))[::order]
         self.phases = _phases(p.kernel_size, p.stride, p.padding, p.dilation, direction)
 
     @cached_property
@@ -231,9 +229,9 @@ class Work:
         return _COST.launch_seconds + packed + cycles / spec.clock + partial
 
 
-def _extents(values: Sequence[int]) -> Extent3:
-    """Extents along depth, height and width; axes that there are not have 1."""
-    depth, height, width = (*(1,) * (3 - len(values)), *values)
+def _extents(values: Sequence[int], missing: int = 1) -> Extent3:
+    """Extents along depth, height and width; axes that there are not have ``missing``."""
+    depth, height, width = (*(missing,) * (3 - len(values)), *values)
     return depth, height, width
 
 
@@ -242,12 +240,12 @@ def _phases(
     kernel_size: Extents, stride: Extents, padding: Extents, dilation: Extents, direction: Pass
 ) -> tuple[Taps, ...]:
     """The taps of each phase, with their shifts. Phases and taps are in order of depth, row, column."""
-    kernel, stride, dilation = map(_extents, (kernel_size, stride, dilation))
-    padding = (*(0,) * (3 - len(padding)), *padding)
-    axes = [axis_taps(direction, *of) for of in zip(kernel, stride, padding, dilation, strict=True)]
-    span, found = stride if direction == "forward" else (1, 1, 1), defaultdict[Extent3, list[tuple[int, Extent3]]](list)
+    of_axes = _extents(kernel_size), _extents(stride), _extents(padding, 0), _extents(dilation)
+    axes = [axis_taps(direction, *of) for of in zip(*of_axes, strict=True)]
+    found = defaultdict[Extent3, list[tuple[int, Extent3]]](list)
     for i, (depth, row, column) in enumerate(itertools.product(*axes)):
         found[depth.phase, row.phase, column.phase].append((i, (depth.shift, row.shift, column.shift)))
+    span = _extents(stride if direction == "forward" else ())
     return tuple(tuple(found[d, h, w]) for d, h, w in itertools.product(*map(range, span)))
 
 
@@ -275,10 +273,10 @@ def tiles_of(config: Config, direction: Pass) -> Iterator[Tile]:
             work = Work(config, direction, tile)
             if work.shared_bytes > config.spec.shared_bytes:
                 continue
-            at_once = tile.resident(work.parts) * config.spec.multiprocessors
-            room = at_once // work.blocks  # splits that fill the GPU once
+            # Splits that fill the GPU once.
+            room = tile.resident(work.parts) * config.spec.multiprocessors // work.blocks
             for splits in {1, *(min(count, work.chunks) for count in (room, 2 * room) if room > 1)}:
-                split = replace(tile, splits=-(-work.chunks // -(-work.chunks // splits)))
+                split = replace(tile, splits=even_share(work.chunks, splits))
                 of_split = Work(config, direction, split)
                 fits = of_split.shared_bytes <= config.spec.shared_bytes
                 if fits and of_split.partial_bytes <= config.workspace_limit:
@@ -298,9 +296,7 @@ def macros_of(work: Work) -> Macros:
         "PHASES": tile.phases,
         "TILE_H": tile.cells[1],
         "TILE_W": tile.cells[2],
-        "COPY_BYTES": work.copy_bytes,
-        "WIDE": work.wide,
-        "VECTOR": work.vector,
+        **named_macros(work, "copy_bytes wide vector"),
         "PARTIALS": int(tile.splits > 1),
         **index_macros(work.most_elements),
     }
@@ -312,8 +308,7 @@ def weight_macros_of(work: Work) -> Macros:
         **_common_macros(work),
         "FRAGMENTS": 1,
         "INPUT_GRAD": int(work.direction == "input_grad"),
-        "IN_CHANNELS": work.in_channels,
-        "OUT_CHANNELS": work.out_channels,
+        **named_macros(work, "in_channels out_channels"),
         "TAPS": work.config.problem.taps,
         "CHANNEL_SETS": work.channel_blocks,
         "CHUNKS": work.chunks,

@@ -17,7 +17,7 @@ from gemmconv.kernels.base import Config, Kernel, Pass, accumulator_dtype
 from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.direct.menu import menu_of, samples
 from gemmconv.kernels.integers import INT32_MAX, even_share, power_of_two
-from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros
+from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros, named_macros
 from gemmconv.kernels.phases import cells_of, reach_of
 from gemmconv.kernels.program import Launch, Params, Program, gathering, plane_grid, weight_steps
 from gemmconv.kernels.search_cache import cached
@@ -450,9 +450,7 @@ def forward_macros(problem: Problem, dtype: torch.dtype, channels_last: bool, ti
         "IN_CHANNELS": layer.channels_in,
         "OUT_CHANNELS": layer.channels_out,
         "CHANNELS_LAST": int(channels_last),
-        "DEPTHWISE": int(tile.depthwise),
-        "LANES_W": tile.lanes_w,
-        "CELLS": tile.cells,
+        **named_macros(tile, "depthwise lanes_w cells"),
         "TILE_H": tile.rows,
         "TILE_PHASES": tile.phases,
         "TILE_PLANES": tile.planes,
