@@ -319,11 +319,10 @@ class Tile:
 
         # To and from the L2 cache. Rows that are cut short or into pieces cost more than their bytes.
         loaded = math.prod(self.patch) * self.groups * self.problem.gemm_k
-        stored: float = (
-            math.prod(self.size) * math.prod(self.problem.stride) * self.groups * self.channels * self.warps_m
-        )
+        channels = self.groups * self.channels * self.warps_m
+        stored: float = math.prod(self.size) * math.prod(self.problem.stride) * channels
         if self.channels_last:
-            stored *= 1 + _COST.apart_bytes / (self.groups * self.channels * self.warps_m * self.itemsize)
+            stored *= 1 + _COST.apart_bytes / (channels * self.itemsize)
         else:
             stored *= 1 + _COST.run_bytes / (self.size[1] * self.problem.stride[1] * self.itemsize) + self.staged
         moved = (_COST.load_factor * loaded + stored) * self.itemsize / (_COST.bytes_a_cycle * self.spec.bytes_ratio)
@@ -359,8 +358,7 @@ def tiles_of(problem: Problem, itemsize: int, channels_last: bool, spec: DeviceS
     """The tiles that a problem may have: those that fit registers and shared memory. None for depthwise layers."""
     if not _have_channels(problem):
         return
-    p = problem
-    channels_out = p.out_channels // p.groups
+    p, channels_out = problem, problem.out_channels // problem.groups
     row_tiles = power_of_two(-(-cells_of(p)[1] // 8))  # of 8 cells, that a row of an image fills
     staged = is_staged(p, itemsize, channels_last)
     for groups, channels in itertools.product(
@@ -418,29 +416,25 @@ def _steps(layer: Problem, row_phases: range, m_tile_lines: tuple[tuple[Pair, ..
     shifts_h, shifts_w = (phase_shifts(layer, axis) for axis in (0, 1))
     rows = sorted(set().union(*(shifts_h[phase] for phase in row_phases)))
     columns = sorted(set().union(*shifts_w))
-
-    def tiles_of(shifts: list[Shift]) -> tuple[int, ...]:
-        return tuple(
-            i
-            for i, phases in enumerate(m_tile_lines)
-            if any(h in shifts_h[row_phases[rh]] and w in shifts_w[r] for rh, r in phases for h, w in shifts)
-        )
-
     every = [(h, w) for h in rows for w in columns]
     count = max(1, 8 // words)
     for i in range(0, len(every), count):
         shifts = every[i : i + count]
         padding = (None,) * (count - len(shifts))
-        if tiles := tiles_of(shifts):
+        m_tiles = tuple(
+            m
+            for m, phases in enumerate(m_tile_lines)
+            if any(h in shifts_h[row_phases[rh]] and w in shifts_w[rw] for rh, rw in phases for h, w in shifts)
+        )
+        if m_tiles:
             for word in range(0, words, 8):
-                yield Step((*shifts, *padding), word, tiles)
+                yield Step((*shifts, *padding), word, m_tiles)
 
 
 def _neighbours(problem: Problem, itemsize: int) -> list[int]:
     """Numbers of neighbouring groups that a block may own in channels_last: enough for whole sectors, or more."""
-    least = 1
-    channels_out = problem.out_channels // problem.groups
-    while problem.groups % (2 * least) == 0 and least * channels_out * itemsize < _SECTOR_BYTES:
+    least, pixel_bytes = 1, problem.out_channels // problem.groups * itemsize
+    while problem.groups % (2 * least) == 0 and least * pixel_bytes < _SECTOR_BYTES:
         least *= 2
     return [least * factor for factor in (1, 2, 4) if problem.groups % (least * factor) == 0]
 
