@@ -265,6 +265,11 @@ class Tile:
         height, width = (-(-count // size) for count, size in zip(cells_of(self.problem), self.size, strict=True))
         return height, width
 
+    @property
+    def cycles(self) -> float:
+        """:meth:`cycles_of` the tile's own problem."""
+        return self.cycles_of(self.problem)
+
     def cycles_of(self, problem: Problem) -> float:
         """Roughly the cycles that a multiprocessor takes for its share of the layer at the sizes of ``problem``.
 
@@ -517,7 +522,7 @@ class DirectForwardMma(DirectKernel):
         return super().declines(config, direction)
 
     def seconds(self, config: Config, direction: Pass, tile: Tile) -> float:
-        return _COST.launch_seconds + _COST.factor * tile.cycles_of(config.problem) / clock_of(config)
+        return _COST.launch_seconds + _COST.factor * tile.cycles / clock_of(config)
 
     def fitted(self, config: Config, direction: Pass, tile: Tile) -> Tile | None:
         other = replace(tile, problem=config.problem)
