@@ -164,9 +164,3 @@ def tile_for(module, config, direction=None):
 def rows_tile_for(config, direction):
     """The tile that sm90/gemm_fold_rows takes for a configuration."""
     return tile_for(gemm_fold_rows, config, direction)
-
-
-def rows_tiles_for(config, direction):
-    """All tiles that it may have."""
-    none = tile_for(gemm_fold_rows, config, direction) is None
-    return [] if none else [*gemm_fold_rows.KERNEL.tiles(config, direction)]

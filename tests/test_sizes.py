@@ -1,14 +1,14 @@
 """A tile of a layer fits other sizes: nothing new is compiled for them, and it computes what it should."""
 
+import itertools
 import math
 import random
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
 
 import pytest
 import torch
 
+from benchmarks.workloads import select
 from gemmconv.algorithms import ALGORITHMS, KERNELS
 from gemmconv.device import MEASURED
 from gemmconv.geometry import Problem
@@ -28,178 +28,20 @@ HALF, BFLOAT16, IEEE, TF32 = (
 emulated = pytest.mark.skipif(emulator.compiler() is None, reason="no C++ compiler (g++ or c++) to emulate with")
 
 
-def sized(layer, count, heights, widths, batches=(1, 64), unit=1, beyond=0, name=None):
-    """A layer at random sizes. Ranges include their ends; widths are so far beyond multiples of a unit."""
-    draw = random.Random(f"{name or layer} {beyond}")
-    for _ in range(count):
-        size = draw.randint(*heights), unit * draw.randint(widths[0] // unit, widths[1] // unit) + beyond
-        yield replace(layer, batch=draw.randint(*batches), input_size=size)
-
-
-def around(layer, count):
-    """A layer at random sizes, up to twice and down to half as large in each extent."""
-    batches, heights, widths = ((-(-extent // 2), 2 * extent) for extent in (layer.batch, *layer.input_size))
-    return sized(layer, count, heights, widths, batches)
+def around(layer):
+    """A layer at random sizes, up to twice and down to half as large: rows of eights, of fours, and of any length."""
+    draw = random.Random(str(layer))
+    for unit in (8, 4, 1):
+        batch, height, width = (
+            draw.randint(-(-extent // 2), 2 * extent) for extent in (layer.batch, *layer.input_size)
+        )
+        height = 1 if layer.input_size[0] == 1 else height
+        yield replace(layer, batch=batch, input_size=(height, -(-width // unit) * unit))
 
 
 def at(layer, *sizes):
     """A layer at these batches and sizes of images."""
     return [replace(layer, batch=batch, input_size=size) for batch, size in sizes]
-
-
-# fmt: off
-ANY = 1, 1  # a size that is replaced
-DIRECT = {
-    "k4s2p1": Problem(1, 64, 3, 1, ANY, (4, 4), (2, 2), (1, 1)),
-    "k3s2p1op1": Problem(1, 32, 16, 1, ANY, (3, 3), (2, 2), (1, 1), (1, 1)),
-    "k3s1p1": Problem(1, 16, 16, 1, ANY, (3, 3), (1, 1), (1, 1)),
-    "depthwise": Problem(1, 32, 32, 32, ANY, (4, 4), (2, 2), (1, 1)),
-    "grouped": Problem(1, 64, 64, 8, ANY, (5, 5), (2, 2), (2, 2), (1, 1)),
-    "dilated": Problem(1, 16, 8, 1, ANY, (3, 5), (2, 3), (1, 2), (0, 0), (2, 1)),
-}
-# The pass, types and format, and a layer at sizes of which all widths are multiples of 16, or none is.
-DIRECT_SIZES = [
-    (kernel, direction, kind,
-     [*sized(DIRECT[name], 16, (16, 159), (16, 144), unit=16, beyond=12 // kind[0].itemsize * odd, name=name)], layout)
-    for kernel, direction, float32 in (
-        ("direct/forward", "forward", IEEE), ("direct/forward_mma", "forward", TF32),
-        ("direct/input_grad", "input_grad", IEEE), ("direct/weight_grad", "weight_grad", IEEE),
-        ("direct/weight_grad", "grads", IEEE), ("direct/grads_mma", "grads", TF32),
-    )
-    for kind in (float32, HALF) for layout in (FORMATS if direction == "forward" else (NCHW,))
-    for name in DIRECT for odd in (0, 1)
-]
-SHUFFLES = [Problem(8, ci, co, 1, (24, 40), k, k) for ci, co, k in
-            ((256, 256, (2, 2)), (128, 64, (4, 4)), (512, 256, (1, 2)), (96, 64, (2, 1)))]
-DCGAN, *_ = NARROW = [
-    Problem(16, 64, 3, 1, (32, 32), (4, 4), (2, 2), (1, 1)),
-    Problem(4, 56, 1, 1, (128, 128), (9, 9), (3, 3), (4, 4), (2, 2)),
-    Problem(8, 20, 4, 1, (64, 64), (3, 5), (1, 1), (1, 2)), Problem(8, 40, 2, 1, (1, 256), (1, 8), (1, 4), (0, 2)),
-]
-NARROW_KINDS = [(layer, *kind) for layer in NARROW
-                for kind in ((BFLOAT16, NCHW), (BFLOAT16, NHWC), (TF32, NCHW), (IEEE, NHWC))]
-IMAGES = Problem(128, 256, 128, 1, (8, 8), (4, 4), (2, 2), (1, 1))
-SIGNALS = Problem(16, 256, 128, 1, (1, 600), (1, 10), (1, 5))
-ROWS = [
-    (Problem(8, 64, 64, 1, (256, 256), (3, 3)), "forward"),
-    (Problem(8, 64, 48, 1, (256, 256), (3, 3), (1, 1), (1, 1)), "input_grad"),
-    (Problem(8, 64, 32, 1, (128, 128), (4, 4), (2, 2), (1, 1)), "forward"),
-    (Problem(4, 64, 64, 2, (128, 128), (3, 3), (2, 1), (1, 2), (1, 0)), "forward"),
-    (Problem(16, 64, 32, 1, (1, 4096), (1, 8), (1, 4), (0, 2)), "forward"),
-]
-ROWS_OF_SECTORS = Problem(8, 64, 48, 1, (256, 252), (3, 5))  # rows of 256 outputs
-NHWC_LAYERS = [
-    Problem(8, 256, 128, 1, (32, 24), (4, 4), (2, 2), (1, 1)),
-    Problem(16, 128, 192, 1, (14, 14), (3, 3), (1, 1), (1, 1)),
-    Problem(4, 64, 96, 1, (61, 99), (5, 3), (2, 1), (2, 0), (1, 0), (1, 2)),
-    Problem(3, 40, 32, 1, (1, 700), (1, 16), (1, 8), (0, 4)),
-]
-K4S2P1, K2S2, K3S1P1 = WGRAD_NCHW = [
-    Problem(8, 64, 48, 1, (40, 56), (4, 4), (2, 2), (1, 1)), Problem(8, 32, 64, 1, (40, 56), (2, 2), (2, 2)),
-    Problem(8, 64, 64, 1, (40, 56), (3, 3), (1, 1), (1, 1)),
-]
-WGRAD_NHWC = [
-    NHWC_LAYERS[0], Problem(16, 128, 192, 2, (56, 56), (3, 3), (1, 1), (1, 1)), NHWC_LAYERS[2],
-    Problem(16, 64, 32, 1, (1, 3000), (1, 4), (1, 2), (0, 1)), Problem(64, 128, 64, 1, (4, 4), (4, 4), (2, 2), (1, 1)),
-]
-# fmt: on
-
-
-class Served(NamedTuple):
-    """A layer and sizes of it that a tile for one of them serves.
-
-    Attributes:
-        sizes: those of the tile, then others; ``given`` of them have a tile each.
-        every: whether all tiles that the kernel may take are fitted, and not only the best one.
-        like: what is true of a fitted tile, told the kernel, its configuration, the pass and the tile before.
-        misses: how many of the sizes it may decline, for which ``like`` is told None.
-    """
-
-    kernel: str
-    direction: str
-    kind: tuple[torch.dtype, str]
-    sizes: list[Problem]
-    layout: torch.memory_format = NCHW
-    given: int = 1
-    every: bool = False
-    like: Callable[..., Any] = lambda *_: True
-    misses: int = 0
-
-    def configs(self):
-        return [config_of(problem, self.kind[0], self.layout, self.kind[1]) for problem in self.sizes]
-
-    def __str__(self):
-        return "-".join([self.kernel, self.direction, self.kind[1], str(self.sizes[0])])
-
-
-def of_rows(kernel, config, direction, tile, fitted):
-    """Whether a fitted tile is like one that nothing was worked out for yet."""
-    anew = replace(tile, problem=config.problem)
-    return kernel.program(config, direction, fitted) == kernel.program(config, direction, anew)
-
-
-def of_narrow(kernel, config, direction, tile, fitted):
-    """Whether the segments of a fitted tile are those of a tile that the kernel may take otherwise."""
-    found = [one.segments for one in kernel.tiles(config, direction) if replace(one, segments=1) == fitted]
-    return not found or fitted.segments in found
-
-
-def of_wgrad_nhwc(kernel, config, direction, tile, fitted):
-    """Whether it is the tile for another problem; None where a single slice remains, whose sums have another type."""
-    wanted, limit = replace(tile, problem=config.problem), config.workspace_limit
-    several = tile.slices(limit) > 1
-    return fitted == (None if several and wanted.slices(limit) == 1 else wanted)
-
-
-def of_own(member):
-    """A condition of a fitted tile alone."""
-    return lambda kernel, config, direction, tile, fitted: member(fitted)
-
-
-# fmt: off
-SERVED = [
-    *(Served(*of_layer, given=2) for of_layer in DIRECT_SIZES),
-    *(Served("sm90/gemm_depth_to_space", "forward", kind, [layer, *sized(layer, 12, (5, 120), (16, 160), unit=8)],
-             like=of_own(lambda tile: tile.cycles > 0 and tile.sets * tile.blocks >= tile.line_blocks))
-      for layer in SHUFFLES for kind in (HALF, TF32)),
-    *(Served("sm90/gemm_fold_narrow", "forward", kind,
-             [replace(layer, input_size=(height, width - rest)),
-              *sized(layer, 8, (1, 1) if height == 1 else (height // 2, 2 * height - 1), (width // 2 + 1, width),
-                     (1, 4 * layer.batch - 1), 1 if layout is NHWC else 16 // kind[0].itemsize, -rest)],
-             layout, like=of_narrow)
-      for layer, kind, layout in NARROW_KINDS for height, width in [layer.input_size]
-      for rest in ((0,) if layout is NHWC else (0, 4 // kind[0].itemsize))),  # boxes of rows, and copies
-    *(Served("sm90/gemm_fold_pixels", "forward", kind, sizes,
-             like=of_own(lambda tile: tile.possible and tile.item_positions <= 128 * tile.row_blocks
-                         and (tile.windows[0] > 1) == (tile.problem.input_size[0] == 1)))
-      for kind in (HALF, TF32) for sizes in (
-          [IMAGES, *at(IMAGES, (3, (8, 8)), (64, (4, 4)), (17, (4, 8)), (9, (8, 6)), (33, (6, 12)), (1, (2, 4)),
-                       (128, (10, 12)), (5, (7, 8)))],
-          [SIGNALS, *at(SIGNALS, *((n, (1, 304 + 80 * n)) for n in range(1, 10)))])),
-    # Rows of TF32 that do not all begin with a sector of 32 bytes are another class.
-    *(Served("sm90/gemm_fold_rows", direction, kind,
-             [layer, *sized(layer, 10, (height // 2 + 1, height), (width // 2, width - 1), (1, 63), 8)], like=of_rows)
-      for layer, direction in ROWS for height, width in [layer.input_size] for kind in (BFLOAT16, TF32)),
-    *(Served("sm90/implicit_gemm_nhwc", "forward", kind, [layer, *around(layer, 16)], NHWC, every=True,
-             like=lambda kernel, config, direction, tile, fitted:
-             fitted.possible and (config.problem != tile.problem or fitted.cycles <= tile.cycles))
-      for layer in NHWC_LAYERS for kind in (HALF, TF32)),
-    *(Served("conv/gemm_mma", direction, kind, [layer, *sized(layer, 8, (8, 90), (24, 104), (1, 32), 8)], layout,
-             like=lambda kernel, config, direction, tile, fitted: fitted == tile)
-      for layer in WGRAD_NCHW[:3] for direction in ("forward", "input_grad") for kind in (HALF, TF32, IEEE)
-      for layout in FORMATS),
-    # Rows of outputs that are whole 16 bytes, or that are not.
-    *(Served("sm90/wgrad_nchw", "weight_grad", kind,
-             [replace(layer, input_size=(40, 56 + odd)), *sized(layer, 8, (8, 90), (24, 104), (1, 32), 8, odd)],
-             like=of_own(lambda tile: (tile.planes > 0) == (tile.problem.input_size[1] % 8 > 0)))
-      for layer in WGRAD_NCHW for odd in (0, 2 if layer is K3S1P1 else 1) for kind in (HALF, TF32, IEEE)),
-    # Lines of several rows serve another height.
-    Served("sm90/wgrad_nchw", "weight_grad", HALF, at(K4S2P1, (64, (8, 8)), (5, (9, 8))),
-           like=of_own(lambda tile: tile.flat)),
-    *(Served("sm90/wgrad_nhwc", "weight_grad", HALF, [layer, *around(layer, 12)], NHWC, like=of_wgrad_nhwc, misses=4)
-      for layer in WGRAD_NHWC),
-]
-# fmt: on
 
 
 def compiled_for(kernel, config, direction, tile):
@@ -208,39 +50,38 @@ def compiled_for(kernel, config, direction, tile):
     return [(step.source, step.macros) for step in steps if not step.source.startswith("splits/")]
 
 
-def tile_of(kernel, config, direction):
-    """The tile that a kernel takes; None where it declines the layer."""
-    if kernel.why_not(config, direction) is not None:
-        return None
-    tile = kernel.tile(config, direction)
-    return None if kernel.seconds(config, direction, tile) == math.inf else tile
-
-
-def test_every_kernel_that_fits_tiles_is_checked():
-    fit = {name for name, kernel in KERNELS.items() if type(kernel).fitted is not Kernel.fitted}
-    # sm90/implicit_gemm has no sizes here: a slow test further down checks what its fitted tiles compute.
-    assert {served.kernel for served in SERVED} == fit - {"sm90/implicit_gemm"}
-
-
-@pytest.mark.parametrize("served", SERVED, ids=str)
-def test_a_tile_fits_other_sizes_and_nothing_is_compiled_for_them(served):
-    kernel, direction, configs, missed = KERNELS[served.kernel], served.direction, served.configs(), 0
-    for config in configs[: served.given]:
-        tiles = [*kernel.tiles(config, direction)] if served.every else [tile_of(kernel, config, direction)]
-        if tiles == [None]:
-            pytest.skip("declined: left to others")
-        assert tiles
-        for tile in tiles:
-            compiled = compiled_for(kernel, config, direction, tile)
-            for there in configs:
-                fitted = kernel.fitted(there, direction, tile)
-                assert served.like(kernel, there, direction, tile, fitted), there.problem
-                if fitted is None:
-                    missed += 1
+@pytest.mark.parametrize(
+    ("kernel", "direction"),
+    [
+        pytest.param(kernel, direction, id=f"{kernel.name}-{direction}")
+        for kernel in KERNELS.values()
+        # What sm90/implicit_gemm is compiled for depends on the size: a slow test below checks what its tiles compute.
+        if type(kernel).fitted is not Kernel.fitted and kernel.name != "sm90/implicit_gemm"
+        for direction in kernel.directions
+    ],
+)
+def test_a_tile_of_a_class_fits_its_sizes_and_nothing_is_compiled_for_them(kernel, direction):
+    fitted_ones = missed = 0
+    for workload, kind, layout in itertools.product(select(["public", "models"]), (HALF, TF32, IEEE), FORMATS):
+        for problem in around(workload.problem):
+            config = config_of(problem, kind[0], layout, kind[1])
+            for one in representatives(config):
+                if kernel.why_not(one, direction) is not None:
                     continue
-                assert getattr(fitted, "problem", there.problem) == there.problem
-                assert compiled_for(kernel, there, direction, fitted) == compiled, there.problem
-    assert missed <= served.misses
+                tile = kernel.tile(one, direction)
+                if kernel.seconds(one, direction, tile) == math.inf:
+                    continue
+                fitted = kernel.fitted(config, direction, tile)
+                if fitted is None:
+                    missed += kernel.why_not(config, direction) is None
+                    continue
+                fitted_ones += 1
+                assert getattr(fitted, "problem", problem) == problem
+                assert kernel.seconds(config, direction, fitted) > 0, problem
+                compiled = compiled_for(kernel, one, direction, tile)
+                assert compiled_for(kernel, config, direction, fitted) == compiled, problem
+    assert fitted_ones >= 10
+    assert missed <= fitted_ones / 10
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
@@ -253,13 +94,20 @@ def test_tensors_are_transposed_by_few_kernels(channels, dtype):
         assert len({(launch.source, *launch.macros.items()) for launch in launches}) <= 3
 
 
-SLICED = replace(NHWC_LAYERS[0], batch=32, in_channels=2048, out_channels=256, input_size=(32, 32))
+SHUFFLE = Problem(8, 256, 256, 1, (24, 40), (2, 2), (2, 2))
+DCGAN = Problem(16, 64, 3, 1, (32, 32), (4, 4), (2, 2), (1, 1))
+IMAGES = Problem(128, 256, 128, 1, (8, 8), (4, 4), (2, 2), (1, 1))
+SIGNALS = Problem(16, 256, 128, 1, (1, 600), (1, 10), (1, 5))
+ROWS_OF_SECTORS = Problem(8, 64, 48, 1, (256, 252), (3, 5))  # rows of 256 outputs
+K4S2P1 = Problem(8, 64, 48, 1, (40, 56), (4, 4), (2, 2), (1, 1))
+FEATURES = Problem(8, 256, 128, 1, (32, 24), (4, 4), (2, 2), (1, 1))
+SLICED = replace(FEATURES, batch=32, in_channels=2048, out_channels=256, input_size=(32, 32))
 LIMIT = config_of(SLICED).workspace_limit
 # Kernel, pass, types and format; a layer, what its tile is like, sizes (a batch and an image) that this tile declines.
 # fmt: off
 DECLINED = [
     # Other pieces, odd rows; 36 inputs: no eight of them; 49, which nobody computes.
-    ("sm90/gemm_depth_to_space", "forward", HALF, NCHW, SHUFFLES[0], lambda tile: True,
+    ("sm90/gemm_depth_to_space", "forward", HALF, NCHW, SHUFFLE, lambda tile: True,
      (8, (24, 41)), (8, (6, 6)), (8, (7, 7))),
     # Rows of 56 and 60 bytes, of which there are no boxes; more than a row has room for; offsets of 64 bits.
     ("sm90/gemm_fold_narrow", "forward", HALF, NCHW, DCGAN, lambda tile: tile.whole,
@@ -277,7 +125,7 @@ DECLINED = [
     ("sm90/wgrad_nchw", "weight_grad", HALF, NCHW, replace(K4S2P1, batch=4, input_size=(20, 24)),
      lambda tile: True, (4, (20, 25))),
     # The type of partial sums, which is compiled, is another where there is one slice.
-    ("sm90/wgrad_nhwc", "weight_grad", HALF, NHWC, WGRAD_NHWC[0], lambda tile: tile.slices(LIMIT) > 1, (1, (1, 1))),
+    ("sm90/wgrad_nhwc", "weight_grad", HALF, NHWC, FEATURES, lambda tile: tile.slices(LIMIT) > 1, (1, (1, 1))),
     ("sm90/wgrad_nhwc", "weight_grad", HALF, NHWC, replace(SLICED, batch=1, input_size=(4, 4)),
      lambda tile: tile.slices(LIMIT) == 1),
 ]
