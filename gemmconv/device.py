@@ -10,46 +10,34 @@ import functools
 import os
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 import torch
 
 from gemmconv.hashing import hashed_once
 
 Capability = tuple[int, int]
-Value = TypeVar("Value")
 
 AMPERE, HOPPER = (8, 0), (9, 0)  # compute capabilities
 _VARIABLE = "GEMMCONV_CAPABILITY"
-# Operations of a multiprocessor per clock cycle, by compute capability: in float32, and on tensor cores in TF32 and in
-# 16 bits, both summed in float32. GeForce cards of 8.9 have half of the latter. (CUDA programming guide, white papers.)
-_PER_CLOCK = {
-    (8, 0): (128, 1024, 2048),
-    (8, 6): (256, 256, 512),
-    (8, 7): (256, 512, 1024),
-    (8, 9): (256, 512, 1024),
-    (9, 0): (256, 2048, 4096),
-    (10, 0): (256, 4096, 8192),
-    (10, 3): (256, 4096, 8192),
-    (11, 0): (256, 2048, 4096),
-    (12, 0): (256, 256, 512),
-    (12, 1): (256, 256, 512),
-}
-# Shared memory that a block may use, in KiB; its multiprocessor has one KiB more. (CUDA programming guide.)
-_SHARED_KIB = {
-    (8, 0): 163,
-    (8, 6): 99,
-    (8, 7): 163,
-    (8, 9): 99,
-    (9, 0): 227,
-    (10, 0): 227,
-    (10, 3): 227,
-    (11, 0): 227,
-    (12, 0): 99,
-    (12, 1): 99,
+# A multiprocessor's operations per clock cycle, by compute capability: in float32, and on tensor cores in TF32 and in
+# 16 bits, both summed in float32 (GeForce cards of 8.9 have half of the latter); and the KiB of shared memory that a
+# block may use, one less than the multiprocessor has. (CUDA programming guide, white papers.)
+_MULTIPROCESSORS = {
+    (8, 0): (128, 1024, 2048, 163),
+    (8, 6): (256, 256, 512, 99),
+    (8, 7): (256, 512, 1024, 163),
+    (8, 9): (256, 512, 1024, 99),
+    (9, 0): (256, 2048, 4096, 227),
+    (10, 0): (256, 4096, 8192, 227),
+    (10, 3): (256, 4096, 8192, 227),
+    (11, 0): (256, 2048, 4096, 227),
+    (12, 0): (256, 256, 512, 99),
+    (12, 1): (256, 256, 512, 99),
 }
 REGISTERS = 65_536  # 32-bit registers of a multiprocessor, of all of these
-LEAST_SHARED_BYTES = min(_SHARED_KIB.values()) << 10  # bytes that a block may use on all of these
+LEAST_SHARED_BYTES = (
+    min(kib for *_, kib in _MULTIPROCESSORS.values()) << 10
+)  # bytes that a block may use on all of these
 
 
 @hashed_once
@@ -91,7 +79,8 @@ class DeviceSpec:
     @functools.cached_property
     def shared_bytes(self) -> int:
         """Bytes of shared memory that a block may use; a multiprocessor has one KiB more for all its blocks."""
-        return _look_up(_SHARED_KIB, self.capability) << 10
+        *_, kib = _multiprocessor(self.capability)
+        return kib << 10
 
     @property
     def features(self) -> frozenset[str]:
@@ -127,21 +116,18 @@ def _row(
     name: str, capability: Capability, multiprocessors: int, clock: float, bandwidth: float, l2: int
 ) -> DeviceSpec:
     """The properties of a GPU from its data sheet: clock in GHz, bandwidth in TB/s, L2 cache in MiB."""
-    fp32, tf32, half = _per_clock(name, capability)
+    fp32, tf32, half, _ = _multiprocessor(capability)
+    if capability == (8, 9) and "GeForce" in name:
+        tf32, half = tf32 // 2, half // 2
     cycles = multiprocessors * clock * 1e9
     rates = fp32, tf32 * cycles, half * cycles
     return DeviceSpec(name, capability, multiprocessors, clock * 1e9, bandwidth * 1e12, l2 << 20, *rates)
 
 
-def _per_clock(name: str, capability: Capability) -> tuple[int, int, int]:
-    fp32, tf32, half = _look_up(_PER_CLOCK, capability)
-    return (fp32, tf32 // 2, half // 2) if capability == (8, 9) and "GeForce" in name else (fp32, tf32, half)
-
-
-def _look_up(table: dict[Capability, Value], capability: Capability) -> Value:
-    """The value of a table for a compute capability, or for the newest one before it."""
-    found = [older for older in sorted(table) if older <= capability]
-    return table[found[-1] if found else AMPERE]
+def _multiprocessor(capability: Capability) -> tuple[int, int, int, int]:
+    """The numbers of a multiprocessor of a compute capability, or of the newest one before it."""
+    older = (one for one in _MULTIPROCESSORS if one <= capability)
+    return _MULTIPROCESSORS[max(older, default=AMPERE)]
 
 
 # NVIDIA's data sheets: multiprocessors, boost clock, memory. H20's tensor cores are far slower than those of others.
