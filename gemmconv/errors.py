@@ -14,11 +14,7 @@ class KernelError(RuntimeError):
 
     def __init__(self, message: str, cause: str | None = None) -> None:
         super().__init__(message)
-        self._cause = cause or message
-
-    @property
-    def cause(self) -> str:
-        return self._cause
+        self.cause = cause or message
 
 
 class CompileError(KernelError):
@@ -38,15 +34,12 @@ class CompileError(KernelError):
         self.log = log
         self.source = source
         numbered = "\n".join(f"{number:5d}  {line}" for number, line in enumerate(source.splitlines(), start=1))
-        super().__init__(
-            f"{source_name} did not compile\noptions: {' '.join(self.options)}\nlog:\n{log}\nsource:\n{numbered}"
-        )
-
-    @property
-    def cause(self) -> str:
-        lines = [line.strip("\0 ") for line in self.log.splitlines()]
+        lines = [line.strip("\0 ") for line in log.splitlines()]
         first = next((line for line in lines if ": error: " in line), lines[0] if lines else "")
-        return f"a kernel did not compile: {first}; a named algorithm raises all that the compiler printed"
+        super().__init__(
+            f"{source_name} did not compile\noptions: {' '.join(options)}\nlog:\n{log}\nsource:\n{numbered}",
+            f"a kernel did not compile: {first}; a named algorithm raises all that the compiler printed",
+        )
 
     def __reduce__(self) -> tuple[type[CompileError], tuple[str, tuple[str, ...], str, str]]:
         return type(self), (self.source_name, self.options, self.log, self.source)
