@@ -1,6 +1,6 @@
-"""The fitted constants of estimates, which ``gemmconv/costs`` holds as data, one file for each device.
+"""The fitted constants of estimates, which ``gemmconv/costs/h200.json`` holds as data.
 
-A file has a group for each kernel, by its name, and "device" for shared constants. A group has a source and its costs
+The file has a group for each kernel, by its name, and "device" for shared constants. A group has a source and its costs
 by name. A cost has a value, a unit, a meaning, and a source if that differs from the group's: the measurements it was
 fitted to. The source "no rows kept" means that these were not recorded. A value is a number, or a table of numbers by
 keys: "4 2" is the key (4, 2), "forward" the key "forward".
@@ -41,13 +41,13 @@ class Costs:
 
 
 @functools.cache
-def costs_of(kernel: str, device: str = "h200") -> Costs:
-    """The costs of a kernel on a device, by the names of its group and file; cached.
+def costs_of(kernel: str) -> Costs:
+    """The costs of a kernel, by the name of its group; cached.
 
     Raises:
         KeyError: the file has no such group.
     """
-    costs = read(device)[kernel]["costs"]
+    costs = _groups()[kernel]["costs"]
     named = type(f"costs of {kernel}", (Costs,), {})  # errors about unknown attributes show this name
     return named({name: entry["value"] for name, entry in costs.items()})
 
@@ -62,9 +62,8 @@ def overlapped(overlap: float, *parts: float) -> float:
 
 
 @functools.cache
-def read(device: str) -> dict[str, Any]:
-    """The groups of a device's file."""
-    return json.loads((FOLDER / f"{device}.json").read_text())
+def _groups() -> dict[str, Any]:
+    return json.loads((FOLDER / "h200.json").read_text())
 
 
 def _key(text: str) -> Any:
