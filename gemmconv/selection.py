@@ -28,7 +28,9 @@ from gemmconv.kernels.cpu import estimate
 from gemmconv.kernels.cpu.library import isa_name
 from gemmconv.kernels.layout.transpose import grad_output_transpose_seconds, via_channels_last_seconds
 
-NAMES = tuple(algorithm.name for algorithm in ALGORITHMS)
+BY_NAME = {algorithm.name: algorithm for algorithm in ALGORITHMS}
+NAMES = tuple(BY_NAME)
+NATIVE = BY_NAME["native"]  # torch's operator
 
 _FALLBACK_GRADIENT = "gemm_col2im"  # computes a gradient that no kernel of the named algorithm takes
 _COST = costs_of("choice")
@@ -99,13 +101,16 @@ def _estimates(
     Equal ones keep the order of ``ALGORITHMS``, and those that cannot serve the pass come last.
     """
 
-    def of(one: Algorithm) -> tuple[Seconds, bool, Algorithm]:
-        able = one.why_not(config, direction) is None and (direction == "forward" or one.can_serve(config))
-        seconds = one.estimate(config, direction) if able else math.inf
-        return Seconds(seconds, one.host_seconds(config, direction)), not able, one
-
-    found = sorted(map(of, among), key=lambda item: (item[0].waited, item[1]))
-    return [(seconds, one) for seconds, _, one in found]
+    able = [
+        one
+        for one in among
+        if one.why_not(config, direction) is None and (direction == "forward" or one.can_serve(config))
+    ]
+    found = []
+    for one in sorted(among, key=lambda one: one not in able):
+        seconds = one.estimate(config, direction) if one in able else math.inf
+        found.append((Seconds(seconds, one.host_seconds(config, direction)), one))
+    return sorted(found, key=lambda item: item[0].waited)
 
 
 def preference(config: Config, direction: Direction = "forward") -> Sequence[tuple[Algorithm, str]]:
@@ -135,12 +140,12 @@ def _first_on_other_gpus(
     Both are compared on the GPU that was measured. ``estimates`` are those for the GPU itself.
     """
     (seconds, first), *_ = measured = _estimates(_on_measured_gpu(config), direction)
-    torchs, torch_operator = next(one for one in measured if one[1].name == "native")
-    if first is not torch_operator and seconds.waited < _clearly_below(config, torchs):
+    torchs = next(seconds for seconds, one in measured if one is NATIVE)
+    if first is not NATIVE and seconds.waited < _clearly_below(config, torchs):
         return first, "clearly faster than torch's operator: comes first"
-    is_known = any(one is torch_operator and seconds.device < math.inf for seconds, one in estimates)
+    is_known = any(one is NATIVE and seconds.device < math.inf for seconds, one in estimates)
     why = "torch's operator, since no other is clearly faster" if is_known else "torch's operator was not measured"
-    return torch_operator, f"{why}: comes first"
+    return NATIVE, f"{why}: comes first"
 
 
 def _order_on_cpu(config: Config, direction: Direction, isa: str) -> list[tuple[Algorithm, str]]:
@@ -177,19 +182,20 @@ def choose(config: Config, requested: str, where: str, direction: Direction = "f
     Raises:
         NotImplementedError: the requested algorithm, or with ``"auto"`` every one, cannot serve it; with the reasons.
     """
-    if requested == "auto" and (entry := tuned.entry_of(config, direction)) is not None:
-        measured = next((a for a in ALGORITHMS if entry.algorithms == (a.name,)), None)
+    if requested != "auto":
+        algorithm = BY_NAME[requested]
+        if (reason := algorithm.why_not(config)) is not None:
+            raise NotImplementedError(f'{where}: {requested}: {reason}; or use algorithm="auto"')
+        if algorithm.why_not(config, direction) is None:
+            return algorithm
+        return choose(config, _FALLBACK_GRADIENT, where, direction)
+    if (entry := tuned.entry_of(config, direction)) is not None:
+        measured = BY_NAME.get(entry.algorithms[0])
         if measured is not None and measured.why_not(config, direction) is None:
             return measured
     for algorithm, _ in preference(config, direction):
-        if requested in ("auto", algorithm.name):
-            reason = algorithm.why_not(config)
-            if reason is None and algorithm.why_not(config, direction) is None:
-                return algorithm
-            if reason is None and requested != "auto":
-                return choose(config, _FALLBACK_GRADIENT, where, direction)
-            if requested != "auto":
-                raise NotImplementedError(f'{where}: {algorithm.name}: {reason}; or use algorithm="auto"')
+        if algorithm.why_not(config) is None and algorithm.why_not(config, direction) is None:
+            return algorithm
     reasons = "; ".join(f"{algorithm.name}: {algorithm.why_not(config)}" for algorithm in ALGORITHMS)
     raise NotImplementedError(f"{where}: no algorithm can serve this: {reasons}")
 
@@ -199,13 +205,13 @@ def leaves_all_to_torch(config: Config, requested: str, where: str, of_input: bo
 
     ``of_input`` and ``of_weight`` say which gradients may follow; for the others see :func:`choose`.
     """
-    if config.deterministic or choose(config, requested, where).name != "native":
+    if config.deterministic or choose(config, requested, where) is not NATIVE:
         return False
     if of_input and of_weight:
         gradients = choose_gradients(config, config, requested, where)
-        return gradients.input_grad.name == gradients.weight_grad.name == "native"
+        return gradients.input_grad is gradients.weight_grad is NATIVE
     passes: tuple[tuple[Direction, bool], ...] = ("input_grad", of_input), ("weight_grad", of_weight)
-    return all(choose(config, requested, where, direction).name == "native" for direction, wanted in passes if wanted)
+    return all(choose(config, requested, where, direction) is NATIVE for direction, wanted in passes if wanted)
 
 
 class Gradients(NamedTuple):
@@ -233,13 +239,13 @@ class Gradients(NamedTuple):
 
     def are_torchs_in_one_call(self, config: Config, weight_config: Config) -> bool:
         """Whether one call of torch's operator gives both gradients, with the kernels that two calls would take."""
-        both_native = self.input_grad.name == self.weight_grad.name == "native"
+        both_native = self.input_grad is self.weight_grad is NATIVE
         return both_native and not self.via_channels_last and config.memory_format is weight_config.memory_format
 
     @property
     def transposes_weight(self) -> bool:
         """Whether the weight is transposed too: cuDNN wants all tensors in one format, and torch's own copy is slow."""
-        return self.via_channels_last and self.input_grad.name == "native"
+        return self.via_channels_last and self.input_grad is NATIVE
 
 
 def choose_gradients(config: Config, weight_config: Config, requested: str, where: str) -> Gradients:
@@ -262,9 +268,9 @@ def choose_gradients(config: Config, weight_config: Config, requested: str, wher
     if requested != "auto" or config.device.type != "cuda" or why_no_kernels(config.device, config.spec) is not None:
         first = choose(config, requested, where, "input_grad")
         second = choose(weight_config, requested, where, "weight_grad")
-        at_once = first is second and (
-            _is_torchs_call(first, config) or first.grads_estimate(config, weight_config) < math.inf
-        )
+        # One call of torch's operator, with the user's own cuDNN settings, computes both.
+        is_torchs_call = first is NATIVE and not config.deterministic
+        at_once = first is second and (is_torchs_call or first.grads_estimate(config, weight_config) < math.inf)
         return Gradients(first, second, _share(first, second, config, weight_config), at_once)
     if not config.spec.is_hopper:
         return _gradients_on_other_gpus(config, weight_config)
@@ -279,8 +285,7 @@ def _tuned_gradients(config: Config, weight_config: Config) -> Gradients | None:
     entry = tuned.entry_of(config, "grads")
     if entry is None or config.memory_format is not weight_config.memory_format:
         return None
-    by_name = {algorithm.name: algorithm for algorithm in ALGORITHMS}
-    first, second = (by_name[name] for name in entry.algorithms)
+    first, second = (BY_NAME[name] for name in entry.algorithms)
     if first.why_not(config, "input_grad") is not None or second.why_not(config, "weight_grad") is not None:
         return None
     return Gradients(first, second, *(entry.how.get(name, False) for name in ("share", "at_once", "turned")))
@@ -289,11 +294,6 @@ def _tuned_gradients(config: Config, weight_config: Config) -> Gradients | None:
 def paired(first: Algorithm, second: Algorithm, config: Config) -> Gradients:
     """Two algorithms in one memory format that run one after the other and share the transpose they have in common."""
     return Gradients(first, second, _share(first, second, config, config))
-
-
-def _is_torchs_call(algorithm: Algorithm, config: Config) -> bool:
-    """Whether one call of torch's operator, with the user's own cuDNN settings, computes both gradients."""
-    return algorithm.name == "native" and not config.deterministic
 
 
 def _share(first: Algorithm, second: Algorithm, config: Config, weight_config: Config) -> bool:
@@ -320,15 +320,14 @@ def _gradients_on_other_gpus(config: Config, weight_config: Config) -> Gradients
 
     Whether they are is asked on the GPU that was measured; which of ours is taken, by the estimates for this GPU.
     """
-    torch_operator = next(a for a in ALGORITHMS if a.name == "native")
-    torchs = Gradients(torch_operator, torch_operator, share=False, at_once=True)
-    ours = tuple(a for a in ALGORITHMS if a is not torch_operator and a.why_not(config) is None)
+    torchs = Gradients(NATIVE, NATIVE, share=False, at_once=True)
+    ours = tuple(a for a in ALGORITHMS if a is not NATIVE and a.why_not(config) is None)
     if not ours:
         return torchs
     pair = _on_measured_gpu(config), _on_measured_gpu(weight_config)
-    of_torch = Seconds(torch_operator.grads_estimate(*pair), torch_operator.host_seconds(config, "grads"))
+    of_torch = Seconds(NATIVE.grads_estimate(*pair), NATIVE.host_seconds(config, "grads"))
     is_faster = _fastest(*pair, ours)[0].waited < _clearly_below(config, of_torch)
-    return _fastest(config, weight_config, ours)[1] if is_faster or torch_operator.why_not(config) else torchs
+    return _fastest(config, weight_config, ours)[1] if is_faster or NATIVE.why_not(config) else torchs
 
 
 @lru_cache(maxsize=1024)

@@ -56,4 +56,5 @@ def take_alone(monkeypatch, fake):
     monkeypatch.setattr("gemmconv.ops.is_left_to_torch", lambda *_: False)
     for place in ("algorithms", "selection", "compare.measure"):
         monkeypatch.setattr(f"gemmconv.{place}.ALGORITHMS", (fake,))
+    monkeypatch.setattr("gemmconv.selection.BY_NAME", {fake.name: fake})
     monkeypatch.setattr("gemmconv.selection.preference", lambda config, direction="forward": [(fake, "alone")])
