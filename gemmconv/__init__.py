@@ -14,7 +14,8 @@ from gemmconv.functional import col2im, conv_transpose2d, im2col
 from gemmconv.geometry import Problem
 from gemmconv.module import ConvTranspose1d, ConvTranspose2d, ConvTranspose3d
 from gemmconv.rank import conv_transpose1d, conv_transpose3d
-from gemmconv.tune import forget_tuned, load_tuned, tune
+from gemmconv.tune import tune
+from gemmconv.tuned import forget_tuned, load_tuned
 from gemmconv.version import __version__
 from gemmconv.warmup import warmup
 

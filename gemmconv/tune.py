@@ -5,12 +5,12 @@ from __future__ import annotations
 import heapq
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ from gemmconv.ops.configs import config_of
 from gemmconv.ops.gradients import prepare_gradients
 from gemmconv.ops.schemas import Options, checked_problem, is_channels_last, without_data
 from gemmconv.rank import Way, compute, of_height_1
+from gemmconv.selection import NATIVE
 from gemmconv.tuned import Entry
 from gemmconv.warmup import check_step, recording, run_step, show_progress, trial, with_progress
 
@@ -36,7 +37,7 @@ _MOST_OF_A_KERNEL = 3  # tiles measured of one kernel
 _ROUNDS, _CALLS = 9, 20  # samples of a candidate; calls in a row when the host's time is measured
 
 Run = Callable[[], object]
-C = TypeVar("C")  # what tells candidates apart
+NamedChoice = tuple[str, Choice]  # an algorithm's name, and a kernel and tile of it
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,27 @@ class _Volume:
     is_trained: bool
     options: tuple[tuple[str, Any], ...]
 
+    @property
+    def passes(self) -> tuple[Pass, ...]:
+        return ("forward", "grads") if self.is_trained else ("forward",)
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """One way of computing a pass.
+
+    Attributes:
+        name: the algorithm or way, by which times are reported.
+        is_torchs: whether it is torch's operator, by whose time on the device others are limited.
+        prepare: makes the call to be timed.
+        taken: the fields of the entry by which ``auto`` takes it.
+    """
+
+    name: str
+    is_torchs: bool
+    prepare: Callable[[], Run]
+    taken: dict[str, Any]
+
 
 def tune(model: nn.Module, *example_inputs: Any, backward: bool = True, path: str | Path | None = None) -> list[Entry]:
     """Measure what is fastest for each layer of a model, and let ``auto`` choose it from now on.
@@ -69,8 +91,8 @@ def tune(model: nn.Module, *example_inputs: Any, backward: bool = True, path: st
     The model is run once to record the arguments of its layers. For each pass of each layer, and for both gradients
     together, the few candidates with the least estimates are timed beside torch's operator, on the model's device: one
     or two seconds for each layer, and the time to compile them. The choices are written to a file, which any process
-    may load (:func:`load_tuned`) and to which another call adds. They hold for their layers on this kind of device, for
-    inputs with half to twice as many pixels in the batch. The model's state is restored afterwards.
+    may load (:func:`gemmconv.load_tuned`) and to which another call adds. They hold for their layers on this kind of
+    device, for inputs with half to twice as many pixels in the batch. The model's state is restored afterwards.
 
     Args:
         model: any module, converted, on its device. Layers with another ``algorithm`` than ``"auto"`` are left out.
@@ -92,49 +114,24 @@ def tune(model: nn.Module, *example_inputs: Any, backward: bool = True, path: st
         tuned.read(where)  # raises before the measurements if it is another file
     calls, of_volumes = _calls_of(model, example_inputs, backward)
     steps = [(call, direction) for call in calls for direction in call.passes]
-    plans = [(call, direction, _candidates(call.config, direction)) for call, direction in steps]
+    plans = [(call, direction, _choices(call.config, direction)) for call, direction in steps]
     _compile(plans)
     found: list[Entry] = []
-    for call, direction, candidates in with_progress(plans, len(plans), "tunes", "pass"):
-        entry = _measure_pass(call.config, direction, candidates)
-        if entry is not None:
-            found.append(entry)
-            tuned.take([entry])
-        if direction == call.passes[-1] and call.of_input and call.of_weight:
-            found.append(_measure_gradients(call.config))
-            tuned.take(found[-1:])
-    for volume in of_volumes:
-        entries = _measure_volume(volume)
-        found += entries
+
+    def measure(config: Config, direction: Pass, candidates: Iterable[_Candidate]) -> None:
+        entries = _measure(config, direction, candidates)
+        found.extend(entries)
         tuned.take(entries)
+
+    for call, direction, choices in with_progress(plans, len(plans), "tunes", "pass"):
+        measure(call.config, direction, _kernels(call.config, direction, choices))
+        if direction == call.passes[-1] and call.of_input and call.of_weight:
+            measure(call.config, "grads", _pairs_of_algorithms(call.config))
+    for volume in of_volumes:
+        for each in volume.passes:
+            measure(volume.config, each, _ways(volume, each))
     tuned.write(where, found)
     return found
-
-
-def load_tuned(path: str | Path | None = None) -> int:
-    """Let ``auto`` take the choices of a file that :func:`tune` wrote. Nothing is measured.
-
-    Layers that were called before and compiled graphs use them, too. Entries of another version of gemmconv, and of
-    kernels that no longer exist, are ignored with a line in the log ``gemmconv``.
-
-    Args:
-        path: path of the file; None for ``tuned.json`` in the cache's folder.
-
-    Returns:
-        The number of entries.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: it was not written by :func:`tune`.
-    """
-    entries = tuned.read(tuned.default_path() if path is None else Path(path))
-    tuned.take(entries)
-    return len(entries)
-
-
-def forget_tuned() -> None:
-    """Drop all tuned choices, so that ``auto`` chooses by estimates alone."""
-    tuned.forget()
 
 
 def _calls_of(model: nn.Module, inputs: Any, backward: bool) -> tuple[list[_Call], list[_Volume]]:
@@ -180,65 +177,9 @@ def _volume_of(layer: ConvTranspose3d, input: Tensor, dtype: torch.dtype, backwa
     return _Volume(config, layer.bias is not None, backward and layer.weight.requires_grad, options)
 
 
-def _measure_volume(call: _Volume) -> list[Entry]:
-    """Time a volume in each way, without gradients and, if it is trained, a whole step; return the entries."""
-    config, p = call.config, call.config.problem
-    last = config.memory_format is torch.channels_last
-    kind: dict[str, Any] = {"dtype": config.dtype, "device": config.device, "requires_grad": call.is_trained}
-    input, weight = (torch.randn(shape, **kind) for shape in (p.input_shape, p.weight_shape))
-    bias = torch.randn(p.out_channels, **kind) if call.bias else None
-    if last:
-        input = input.detach().contiguous(memory_format=torch.channels_last_3d).requires_grad_(call.is_trained)
-    leaves = [one for one in (input, weight, bias) if one is not None]
-    ways: list[Way] = ["torch", "images"]
-    if not last and gemm_mma.KERNEL.why_not(config, "forward") is None:
-        ways.append("product")
-
-    def run(way: Way, direction: Pass) -> None:
-        with torch.set_grad_enabled(direction == "grads"):
-            output = compute(way, input, weight, bias, config, dict(call.options))
-            if direction == "grads":
-                torch.autograd.grad(output.sum(), leaves)
-
-    found = []
-    directions: tuple[Pass, ...] = ("forward", "grads") if call.is_trained else ("forward",)
-    for direction in directions:
-
-        def prepare(way: Way, of: Pass = direction) -> Run:
-            return partial(run, way, of)
-
-        runs = _able(ways, prepare, config)
-        if not runs:
-            continue
-        able = [way for way, _ in runs]
-        seconds, fastest = _time_all([one for _, one in runs], [way == "torch" for way in able], config.device)
-        found.append(_entry(config, direction, (able[fastest],), zip(able, seconds, strict=True)))
-    return found
-
-
-def _able(candidates: Iterable[C], prepare: Callable[[C], Run], config: Config) -> list[tuple[C, Run]]:
-    """The candidates that run, each after a first run.
-
-    One that raises, as for want of memory, is left out with a line in the log.
-    """
-    runs = []
-    for candidate in candidates:
-        try:
-            run = prepare(candidate)
-            run()
-        except (RuntimeError, NotImplementedError) as error:
-            tuned.log.info("tune leaves out %s of %s: %s", candidate, config.problem, error)
-        else:
-            runs.append((candidate, run))
-    return runs
-
-
-Candidate = tuple[str, Choice]  # the algorithm's name
-
-
-def _candidates(config: Config, direction: Direction) -> list[Candidate]:
+def _choices(config: Config, direction: Direction) -> list[NamedChoice]:
     """torch's operator, and the kernels' tiles with the least estimates."""
-    found: list[tuple[float, int, Candidate]] = []
+    found: list[NamedChoice] = []
     for algorithm in ALGORITHMS:
         if algorithm.why_not(config, direction) is not None or not algorithm.can_serve(config):
             continue
@@ -248,35 +189,27 @@ def _candidates(config: Config, direction: Direction) -> list[Candidate]:
             tiles = ((kernel.seconds(config, direction, one), one) for one in kernel.tiles(config, direction))
             for _, tile in heapq.nsmallest(_MOST_OF_A_KERNEL, tiles, key=lambda item: item[0]):
                 seconds = kernel.expected(config, direction, tile)  # to compare with other kernels' tiles
-                found.append((seconds, len(found), (algorithm.name, Choice(kernel, tile, seconds))))
-    ours = [one for *_, one in sorted(one for one in found if one[2][0] != "native")]
-    return [*(one for *_, one in found if one[0] == "native"), *ours[:_MOST_TILES]]
+                found.append((algorithm.name, Choice(kernel, tile, seconds)))
+    ours = [(name, choice) for name, choice in found if name != "native"]
+    fastest = sorted(ours, key=lambda item: item[1].seconds)[:_MOST_TILES]
+    return [*(one for one in found if one[0] == "native"), *fastest]
 
 
-def _compile(plans: Sequence[tuple[_Call, Direction, list[Candidate]]]) -> None:
-    """Compile the kernels of all candidates on GPUs, on all cores."""
+def _compile(plans: Sequence[tuple[_Call, Direction, list[NamedChoice]]]) -> None:
+    """Compile the kernels of all choices on GPUs, on all cores."""
     if not any(call.config.device.type == "cuda" for call, *_ in plans):
         return
     from gemmconv.runtime.launch import architecture, compile_ahead
 
     wanted: dict[str, dict[Any, None]] = {}
-    for call, direction, candidates in plans:
-        for _, choice in candidates:
+    for call, direction, choices in plans:
+        for _, choice in choices:
             program = choice.program(call.config, direction)
             if program is not None:
                 arch = architecture(call.config.device.index or 0)
                 wanted.setdefault(arch, {}).update(dict.fromkeys(compilations_of(program, call.config)))
     futures = [compile_ahead([(name, dict(macros)) for name, macros in one], arch) for arch, one in wanted.items()]
     show_progress([future for some in futures for _, future in some])
-
-
-def _tensors_of(config: Config) -> dict[str, Tensor]:
-    """Random input, weight and grad_output of a layer, in its memory format."""
-    p = config.problem
-    shapes = {"input": p.input_shape, "weight": p.weight_shape, "grad_output": p.output_shape}
-    kind: dict[str, Any] = {"dtype": config.dtype, "device": config.device}
-    formats = {name: (shape, strides_of(shape, config.memory_format)) for name, shape in shapes.items()}
-    return {name: torch.empty_strided(*one, **kind).normal_() for name, one in formats.items()}
 
 
 # The tensors that each pass takes, in order.
@@ -288,66 +221,107 @@ OPERANDS: dict[Pass, tuple[str, ...]] = {
 }
 
 
-def _measure_pass(config: Config, direction: Direction, candidates: Sequence[Candidate]) -> Entry | None:
-    """Time the candidates of a pass, and return its entry; None where none of them runs."""
-    tensors = _tensors_of(config)
-    operands = [tensors[name] for name in OPERANDS[direction]]
-    bias: list[Any] = [] if direction != "forward" else [None]
-    if direction == "forward" and config.bias:
-        bias = [torch.zeros(config.problem.out_channels, dtype=config.dtype, device=config.device)]
-
-    def prepare(candidate: Candidate) -> Run:
-        _, choice = candidate
-        return partial(choice.kernel.prepare(config, direction, choice.tile), *operands, *bias)
-
-    runs = _able(candidates, prepare, config)
-    if not runs:
-        return None
-    seconds, fastest = _time_all([run for _, run in runs], [name == "native" for (name, _), _ in runs], config.device)
-    (best, choice), _ = runs[fastest]
-    times = [(name, one) for ((name, _), _), one in zip(runs, seconds, strict=True)]
-    return _entry(config, direction, (best,), times, kernel=choice.kernel.name, tile=choice.tile_text)
+def _operands(config: Config, direction: Pass) -> list[Any]:
+    """Random tensors for a pass of a layer, in its memory format; for a forward pass also its bias, or None."""
+    p = config.problem
+    shapes = {"input": p.input_shape, "weight": p.weight_shape, "grad_output": p.output_shape}
+    kind: dict[str, Any] = {"dtype": config.dtype, "device": config.device}
+    formats = [(shapes[name], strides_of(shapes[name], config.memory_format)) for name in OPERANDS[direction]]
+    tensors = [torch.empty_strided(*one, **kind).normal_() for one in formats]
+    if direction != "forward":
+        return tensors
+    return [*tensors, torch.zeros(p.out_channels, **kind) if config.bias else None]
 
 
-def _measure_gradients(config: Config) -> Entry:
-    """Time both gradients as chosen one by one, as chosen together by estimates, and by torch; return the entry."""
-    torchs = next(algorithm for algorithm in ALGORITHMS if algorithm.name == "native")
+def _kernels(config: Config, direction: Direction, choices: Sequence[NamedChoice]) -> Iterator[_Candidate]:
+    """The candidates of a layer's pass: a kernel and a tile each."""
+    operands = _operands(config, direction)
+
+    def prepare(choice: Choice) -> Run:
+        return partial(choice.kernel.prepare(config, direction, choice.tile), *operands)
+
+    for name, choice in choices:
+        taken = {"algorithms": (name,), "kernel": choice.kernel.name, "tile": choice.tile_text}
+        yield _Candidate(name, name == "native", partial(prepare, choice), taken)
+
+
+def _pairs_of_algorithms(config: Config) -> Iterator[_Candidate]:
+    """The candidates of a backward pass: torch's, chosen together by estimates, chosen one by one, and at once."""
     directions: tuple[Direction, ...] = ("input_grad", "weight_grad")
     first, second = (selection.choose(config, "auto", "tune", direction) for direction in directions)
-    ways = [
-        selection.Gradients(torchs, torchs, share=False, at_once=not config.deterministic),
+    torchs = selection.Gradients(NATIVE, NATIVE, share=False, at_once=not config.deterministic)
+    pairs = [
+        torchs,
         selection.choose_gradients(config, config, "auto", "tune"),
         selection.paired(first, second, config),
+        *(
+            selection.Gradients(one, one, share=False, at_once=True)
+            for one in ALGORITHMS
+            if one.why_not(config, "weight_grad") is None and one.grads_estimate(config, config) < math.inf
+        ),
     ]
-    ways += [
-        selection.Gradients(one, one, share=False, at_once=True)
-        for one in ALGORITHMS
-        if one.why_not(config, "weight_grad") is None and one.grads_estimate(config, config) < math.inf
-    ]
-    tensors = _tensors_of(config)
-    operands = [tensors[name] for name in OPERANDS["grads"]]
+    operands = _operands(config, "grads")
 
-    def prepare(way: selection.Gradients) -> Run:
-        return partial(prepare_gradients(way, config, config, tuple(operands)), *operands)
+    def prepare(pair: selection.Gradients) -> Run:
+        return partial(prepare_gradients(pair, config, config, tuple(operands)), *operands)
 
-    runs = _able(dict.fromkeys(ways), prepare, config)
-    seconds, fastest = _time_all([run for _, run in runs], [way == ways[0] for way, _ in runs], config.device)
-    best = runs[fastest][0]
-    names = ["+".join(dict.fromkeys((way.input_grad.name, way.weight_grad.name))) for way, _ in runs]
-    how = {"share": best.share, "at_once": best.at_once, "turned": best.via_channels_last}
-    return _entry(
-        config, "grads", (best.input_grad.name, best.weight_grad.name), zip(names, seconds, strict=True), how=how
-    )
+    for pair in dict.fromkeys(pairs):
+        names = pair.input_grad.name, pair.weight_grad.name
+        how = {"share": pair.share, "at_once": pair.at_once, "turned": pair.via_channels_last}
+        taken = {"algorithms": names, "how": how}
+        yield _Candidate("+".join(dict.fromkeys(names)), pair == torchs, partial(prepare, pair), taken)
 
 
-def _entry(
-    config: Config, direction: Pass, algorithms: tuple[str, ...], seconds: Iterable[tuple[str, float]], **more: Any
-) -> Entry:
+def _ways(call: _Volume, direction: Pass) -> Iterator[_Candidate]:
+    """The candidates of a volume: its ways, without gradients, or for ``"grads"`` in a whole training step."""
+    config, p = call.config, call.config.problem
+    last = config.memory_format is torch.channels_last
+    kind: dict[str, Any] = {"dtype": config.dtype, "device": config.device, "requires_grad": call.is_trained}
+    input, weight = (torch.randn(shape, **kind) for shape in (p.input_shape, p.weight_shape))
+    bias = torch.randn(p.out_channels, **kind) if call.bias else None
+    if last:
+        input = input.detach().contiguous(memory_format=torch.channels_last_3d).requires_grad_(call.is_trained)
+    leaves = [one for one in (input, weight, bias) if one is not None]
+
+    def prepare(way: Way) -> Run:
+        def run() -> None:
+            with torch.set_grad_enabled(direction == "grads"):
+                output = compute(way, input, weight, bias, config, dict(call.options))
+                if direction == "grads":
+                    torch.autograd.grad(output.sum(), leaves)
+
+        return run
+
+    ways: list[Way] = ["torch", "images"]
+    if not last and gemm_mma.KERNEL.why_not(config, "forward") is None:
+        ways.append("product")
+    for way in ways:
+        yield _Candidate(way, way == "torch", partial(prepare, way), {"algorithms": (way,)})
+
+
+def _measure(config: Config, direction: Pass, candidates: Iterable[_Candidate]) -> list[Entry]:
+    """Time the candidates of a pass, each after a first run; return the entry of the best, or none where none runs.
+
+    A candidate that raises, as for want of memory, is left out with a line in the log.
+    """
+    able, runs = [], []
+    for one in candidates:
+        try:
+            run = one.prepare()
+            run()
+        except (RuntimeError, NotImplementedError) as error:
+            tuned.log.info("tune leaves out %s %s of %s: %s", one.name, one.taken, config.problem, error)
+        else:
+            able.append(one)
+            runs.append(run)
+    if not runs:
+        return []
+    seconds, fastest = _time_all(runs, [one.is_torchs for one in able], config.device)
     least: dict[str, float] = {}
-    for name, one in seconds:
-        least[name] = min(least.get(name, math.inf), round(1e6 * one, 2))
+    for one, each in zip(able, seconds, strict=True):
+        least[one.name] = min(least.get(one.name, math.inf), round(1e6 * each, 2))
     size = config.problem.batch, *config.problem.input_size
-    return Entry(tuned.key_of(config, direction), size, algorithms, microseconds=least, **more)
+    return [Entry(tuned.key_of(config, direction), size, microseconds=least, **able[fastest].taken)]
 
 
 def _time_all(runs: Sequence[Run], are_torchs: Sequence[bool], device: torch.device) -> tuple[list[float], int]:

@@ -124,8 +124,29 @@ def count() -> int:
     return sum(map(len, _entries.values()))
 
 
-def forget() -> None:
-    """Drop all entries, so that ``auto`` chooses by estimates alone."""
+def load_tuned(path: str | Path | None = None) -> int:
+    """Let ``auto`` take the choices of a file that :func:`gemmconv.tune` wrote. Nothing is measured.
+
+    Layers that were called before and compiled graphs use them, too. Entries of another version of gemmconv, and of
+    kernels that no longer exist, are ignored with a line in the log ``gemmconv``.
+
+    Args:
+        path: path of the file; None for ``tuned.json`` in the cache's folder.
+
+    Returns:
+        The number of entries.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it was not written by :func:`gemmconv.tune`.
+    """
+    entries = read(default_path() if path is None else Path(path))
+    take(entries)
+    return len(entries)
+
+
+def forget_tuned() -> None:
+    """Drop all tuned choices, so that ``auto`` chooses by estimates alone."""
     _entries.clear()
     take(())
 

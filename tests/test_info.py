@@ -30,7 +30,7 @@ def cache(tmp_path, monkeypatch):
     entry = tuned.Entry(("layer",), (1, 2, 3), ("native",))
     tuned.write(tmp_path / "tuned.json", [entry])
     yield tmp_path
-    tuned.forget()
+    tuned.forget_tuned()
 
 
 def test_info_prints_aligned_lines(cache, capsys):
