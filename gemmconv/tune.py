@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -41,31 +41,12 @@ NamedChoice = tuple[str, Choice]  # an algorithm's name, and a kernel and tile o
 
 
 @dataclass(frozen=True)
-class _Call:
-    """The configuration of a layer's call, and which gradients its backward pass computes."""
-
-    config: Config
-    of_input: bool
-    of_weight: bool
-
-    @property
-    def passes(self) -> tuple[Direction, ...]:
-        gradients: tuple[tuple[Direction, bool], ...] = ("input_grad", self.of_input), ("weight_grad", self.of_weight)
-        return ("forward", *(direction for direction, is_needed in gradients if is_needed))
-
-
-@dataclass(frozen=True)
 class _Volume:
-    """A call of a volume's layer: its configuration, whether it has a bias, and whether gradients are recorded."""
+    """A call of a volume's layer: its configuration, whether it has a bias, and its options."""
 
     config: Config
     bias: bool
-    is_trained: bool
     options: tuple[tuple[str, Any], ...]
-
-    @property
-    def passes(self) -> tuple[Pass, ...]:
-        return ("forward", "grads") if self.is_trained else ("forward",)
 
 
 @dataclass(frozen=True)
@@ -112,10 +93,9 @@ def tune(model: nn.Module, *example_inputs: Any, backward: bool = True, path: st
     where = tuned.default_path() if path is None else Path(path)
     if where.exists():
         tuned.read(where)  # raises before the measurements if it is another file
-    calls, of_volumes = _calls_of(model, example_inputs, backward)
-    steps = [(call, direction) for call in calls for direction in call.passes]
-    plans = [(call, direction, _choices(call.config, direction)) for call, direction in steps]
-    _compile(plans)
+    steps, of_volumes = _steps_of(model, example_inputs, backward)
+    choices = {(config, one): _choices(config, one) for config, one in steps if one != "grads"}
+    _compile(choices)
     found: list[Entry] = []
 
     def measure(config: Config, direction: Pass, candidates: Iterable[_Candidate]) -> None:
@@ -123,29 +103,34 @@ def tune(model: nn.Module, *example_inputs: Any, backward: bool = True, path: st
         found.extend(entries)
         tuned.take(entries)
 
-    for call, direction, choices in with_progress(plans, len(plans), "tunes", "pass"):
-        measure(call.config, direction, _kernels(call.config, direction, choices))
-        if direction == call.passes[-1] and call.of_input and call.of_weight:
-            measure(call.config, "grads", _pairs_of_algorithms(call.config))
-    for volume in of_volumes:
-        for each in volume.passes:
-            measure(volume.config, each, _ways(volume, each))
+    for config, direction in with_progress(steps, len(steps), "tunes", "pass"):
+        if direction == "grads":
+            measure(config, direction, _pairs_of_algorithms(config))
+        else:
+            measure(config, direction, _kernels(config, direction, choices[config, direction]))
+    for volume, direction in of_volumes:
+        measure(volume.config, direction, _ways(volume, direction))
     tuned.write(where, found)
     return found
 
 
-def _calls_of(model: nn.Module, inputs: Any, backward: bool) -> tuple[list[_Call], list[_Volume]]:
-    """The distinct calls of a model's layers, recorded in one step of the model."""
-    found: dict[_Call, None] = {}
-    of_volumes: dict[_Volume, None] = {}
+def _steps_of(
+    model: nn.Module, inputs: Any, backward: bool
+) -> tuple[dict[tuple[Config, Pass], None], dict[tuple[_Volume, Pass], None]]:
+    """The distinct passes of a model's layers, and those of its volumes, recorded in one step of the model."""
+    found: dict[tuple[Config, Pass], None] = {}
+    of_volumes: dict[tuple[_Volume, Pass], None] = {}
 
     def record(layer: Any, arguments: tuple[Tensor, ...], named: dict[str, Any]) -> None:
         input, weight = arguments[0] if arguments else named["input"], layer.weight
         if layer.algorithm != "auto" or named.get("output_size") is not None or len(arguments) > 1:
             return  # output_padding is not the layer's own
-        dtype = current_dtype(input)
+        dtype, of_weight = current_dtype(input), backward and weight.requires_grad
         if isinstance(layer, ConvTranspose3d):
-            of_volumes[_volume_of(layer, input, dtype, backward)] = None
+            volume = _volume_of(layer, input, dtype)
+            of_volumes[volume, "forward"] = None
+            if of_weight:
+                of_volumes[volume, "grads"] = None
             return
         given = [getattr(layer, name) for name in Options._fields]
         if isinstance(layer, ConvTranspose1d):  # an image of height 1
@@ -155,17 +140,23 @@ def _calls_of(model: nn.Module, inputs: Any, backward: bool) -> tuple[list[_Call
         options = Options(*given)
         problem = checked_problem("conv_transpose2d", tensors, None, options)
         config = config_of(problem, tensors[0], tensors[1], options, layer.bias is not None)
-        needs = backward and input.requires_grad, backward and layer.weight.requires_grad
-        config = replace(config, trained=needs[1] and input.is_cpu)
-        found[_Call(config, *needs)] = None
+        config = replace(config, trained=of_weight and input.is_cpu)
+        of_input = backward and input.requires_grad
+        passes: dict[Pass, bool] = {
+            "forward": True,
+            "input_grad": of_input,
+            "weight_grad": of_weight,
+            "grads": of_input and of_weight,
+        }
+        found.update({(config, one): None for one, is_needed in passes.items() if is_needed})
 
     layers = [one for one in model.modules() if isinstance(one, ConvTranspose1d | ConvTranspose2d | ConvTranspose3d)]
     with trial(model, inputs, backward), recording(layers, record):
         run_step(model, inputs, backward, "tune")
-    return list(found), list(of_volumes)
+    return found, of_volumes
 
 
-def _volume_of(layer: ConvTranspose3d, input: Tensor, dtype: torch.dtype, backward: bool) -> _Volume:
+def _volume_of(layer: ConvTranspose3d, input: Tensor, dtype: torch.dtype) -> _Volume:
     """The call of a volume's layer; ``dtype`` is what autocast makes of the input."""
     input = input if input.dim() == 5 else input.unsqueeze(0)
     geometry: Any = layer.stride, layer.padding, layer.output_padding, layer.groups, layer.dilation
@@ -174,7 +165,7 @@ def _volume_of(layer: ConvTranspose3d, input: Tensor, dtype: torch.dtype, backwa
     last = is_channels_last(input) or is_channels_last(layer.weight)
     config = volumes.config_of(problem, dtype, input.device, precision, last)
     options = tuple((name, getattr(layer, name)) for name in ("algorithm", "precision", "workspace_limit"))
-    return _Volume(config, layer.bias is not None, backward and layer.weight.requires_grad, options)
+    return _Volume(config, layer.bias is not None, options)
 
 
 def _choices(config: Config, direction: Direction) -> list[NamedChoice]:
@@ -195,19 +186,19 @@ def _choices(config: Config, direction: Direction) -> list[NamedChoice]:
     return [*(one for one in found if one[0] == "native"), *fastest]
 
 
-def _compile(plans: Sequence[tuple[_Call, Direction, list[NamedChoice]]]) -> None:
+def _compile(plans: Mapping[tuple[Config, Direction], Sequence[NamedChoice]]) -> None:
     """Compile the kernels of all choices on GPUs, on all cores."""
-    if not any(call.config.device.type == "cuda" for call, *_ in plans):
+    if not any(config.device.type == "cuda" for config, _ in plans):
         return
     from gemmconv.runtime.launch import architecture, compile_ahead
 
     wanted: dict[str, dict[Any, None]] = {}
-    for call, direction, choices in plans:
+    for (config, direction), choices in plans.items():
         for _, choice in choices:
-            program = choice.program(call.config, direction)
+            program = choice.program(config, direction)
             if program is not None:
-                arch = architecture(call.config.device.index or 0)
-                wanted.setdefault(arch, {}).update(dict.fromkeys(compilations_of(program, call.config)))
+                arch = architecture(config.device.index or 0)
+                wanted.setdefault(arch, {}).update(dict.fromkeys(compilations_of(program, config)))
     futures = [compile_ahead([(name, dict(macros)) for name, macros in one], arch) for arch, one in wanted.items()]
     show_progress([future for some in futures for _, future in some])
 
@@ -274,20 +265,20 @@ def _pairs_of_algorithms(config: Config) -> Iterator[_Candidate]:
 
 def _ways(call: _Volume, direction: Pass) -> Iterator[_Candidate]:
     """The candidates of a volume: its ways, without gradients, or for ``"grads"`` in a whole training step."""
-    config, p = call.config, call.config.problem
+    config, p, is_step = call.config, call.config.problem, direction == "grads"
     last = config.memory_format is torch.channels_last
-    kind: dict[str, Any] = {"dtype": config.dtype, "device": config.device, "requires_grad": call.is_trained}
+    kind: dict[str, Any] = {"dtype": config.dtype, "device": config.device, "requires_grad": is_step}
     input, weight = (torch.randn(shape, **kind) for shape in (p.input_shape, p.weight_shape))
     bias = torch.randn(p.out_channels, **kind) if call.bias else None
     if last:
-        input = input.detach().contiguous(memory_format=torch.channels_last_3d).requires_grad_(call.is_trained)
+        input = input.detach().contiguous(memory_format=torch.channels_last_3d).requires_grad_(is_step)
     leaves = [one for one in (input, weight, bias) if one is not None]
 
     def prepare(way: Way) -> Run:
         def run() -> None:
-            with torch.set_grad_enabled(direction == "grads"):
+            with torch.set_grad_enabled(is_step):
                 output = compute(way, input, weight, bias, config, dict(call.options))
-                if direction == "grads":
+                if is_step:
                     torch.autograd.grad(output.sum(), leaves)
 
         return run
