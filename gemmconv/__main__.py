@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import platform
 import sys
@@ -231,13 +232,11 @@ def _compare(
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("", total=len(layers) * measure.steps_per_layer())
-        done = 0
+        done = itertools.count()
         for layer in layers:
 
             def step(name: str, layer: Layer = layer) -> None:
-                nonlocal done
-                progress.update(task, completed=done, description=f"{layer.name}: {name}")
-                done += 1
+                progress.update(task, completed=next(done), description=f"{layer.name}: {name}")
 
             rows = measure.measure_layer(layer, device, dtype, precision, step)
             results.append(rows)

@@ -38,7 +38,7 @@ def parse(*flags):
 
 @pytest.fixture(autouse=True)
 def _short_timing(monkeypatch):
-    monkeypatch.setattr(measure, "medians_ms", lambda runs, device, before: [1.0] * len(runs))
+    monkeypatch.setattr(measure, "medians_ms", lambda runs, device: [1.0] * len(runs))
 
 
 def text_of(table):
@@ -144,9 +144,9 @@ def test_measure_puts_the_benchmark_flag_back(monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
     seen = []
 
-    def record(runs, device, before):
-        for turn in range(len(runs)):
-            before(turn)
+    def record(runs, device):
+        for run in runs:
+            run()
             seen.append(torch.backends.cudnn.benchmark)
         return [1.0] * len(runs)
 
@@ -242,7 +242,7 @@ def test_rounds_on_a_cpu_are_bounded(monkeypatch, milliseconds, rounds):
 def test_estimates_say_how_long_a_gpu_rests(monkeypatch):
     calls = []
 
-    def rounds(runs, device, count, estimates_ms=(), before=None):
+    def rounds(runs, device, count, estimates_ms=()):
         calls.append([*estimates_ms])
         return [[3.0, 2.0 + i] for i in range(len(runs))]
 

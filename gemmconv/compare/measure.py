@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 
@@ -167,9 +167,9 @@ def measure_layer(
 
         step(BASELINE)
         torch.backends.cudnn.benchmark = True
-        modules = {0: module_of(layer.problem, data.weight, data.bias)}
+        modules = {BASELINE: module_of(layer.problem, data.weight, data.bias)}
         bar = error_bar(dtype, current)
-        rows = [_check(Row(layer, BASELINE, current, bar=bar, gradient_bar=10 * bar), modules[0], data)]
+        rows = [_check(Row(layer, BASELINE, current, bar=bar, gradient_bar=10 * bar), modules[BASELINE], data)]
         torch.backends.cudnn.benchmark = False
 
         # A weight gradient sums over all pixels: where torch loses more than the bar, twice that is right.
@@ -189,9 +189,8 @@ def measure_layer(
                 gradient_bar=gradient_bar,
             )
             if row.skipped is None:
-                module = module_of(layer.problem, data.weight, data.bias, name, precision)
-                modules[len(rows)] = module
-                row = _check(replace(row, workspace_bytes=_workspace_bytes(passes, config)), module, data)
+                modules[name] = module_of(layer.problem, data.weight, data.bias, name, precision)
+                row = _check(replace(row, workspace_bytes=_workspace_bytes(passes, config)), modules[name], data)
             rows.append(row)
         return _with_times(rows, modules, data, device, step)
 
@@ -277,36 +276,36 @@ def _check(row: Row, module: torch.nn.ConvTranspose2d, data: _Data) -> Row:
 
 
 def _with_times(
-    rows: Sequence[Row], modules: Mapping[int, torch.nn.ConvTranspose2d], data: _Data, device: torch.device, step: Step
+    rows: Sequence[Row], modules: Mapping[str, torch.nn.ConvTranspose2d], data: _Data, device: torch.device, step: Step
 ) -> list[Row]:
-    """Fill in times and ratios of the rows whose result is right; torch's is row 0."""
-    right = [index for index, row in enumerate(rows) if row.skipped is None and not row.wrong]
+    """Fill in times and ratios of the rows whose result is right; the first row is torch's."""
+    right = [row.algorithm for row in rows if row.skipped is None and not row.wrong]
 
-    def benchmark_for_torch(turn: int) -> None:
-        torch.backends.cudnn.benchmark = rows[right[turn]].algorithm == BASELINE
+    def medians(run: Callable[..., object], *arguments: Any) -> dict[str, float]:
+        def timed(name: str) -> None:
+            torch.backends.cudnn.benchmark = name == BASELINE
+            run(modules[name], *arguments)
 
-    def medians(run: Callable[[torch.nn.ConvTranspose2d], object]) -> dict[int, float]:
-        runs = [partial(run, modules[index]) for index in right]
-        return dict(zip(right, medians_ms(runs, device, benchmark_for_torch), strict=True))
+        return dict(zip(right, medians_ms([partial(timed, name) for name in right], device), strict=True))
 
     step("forward times")
-    forward = medians(lambda module: _forward(module, data))
+    forward = medians(_forward, data)
     step("forward and backward times")
-    both = medians(lambda module: _both(module, data, data.grad_output))
+    both = medians(_both, data, data.grad_output)
 
-    def ratio(times: dict[int, float], index: int) -> float | None:
-        comparable = index != 0 and 0 in times and index in times and rows[index].precision == rows[0].precision
-        return times[0] / times[index] if comparable else None
+    def ratio(times: dict[str, float], row: Row) -> float | None:
+        comparable = row is not rows[0] and row.precision == rows[0].precision
+        return times[BASELINE] / times[row.algorithm] if comparable and {BASELINE, row.algorithm} <= {*times} else None
 
     return [
         replace(
             row,
-            forward_ms=forward.get(index),
-            both_ms=both.get(index),
-            forward_ratio=ratio(forward, index),
-            both_ratio=ratio(both, index),
+            forward_ms=forward.get(row.algorithm),
+            both_ms=both.get(row.algorithm),
+            forward_ratio=ratio(forward, row),
+            both_ratio=ratio(both, row),
         )
-        for index, row in enumerate(rows)
+        for row in rows
     ]
 
 

@@ -28,9 +28,7 @@ _CPU_LEAST_ROUNDS = 3  # which may take longer
 Run = Callable[[], object]
 
 
-def medians_ms(
-    runs: Sequence[Run], device: torch.device, before: Callable[[int], None] = lambda index: None
-) -> list[float]:
+def medians_ms(runs: Sequence[Run], device: torch.device) -> list[float]:
     """Median time of a call of each run, in milliseconds.
 
     The runs take turns, so that a machine that slows down slows all of them: 5 to 50 rounds, fewer when a round
@@ -41,7 +39,6 @@ def medians_ms(
     Args:
         runs: what to time.
         device: where they do their work.
-        before: called with the index of a run before each of its calls, outside the timed part.
 
     >>> medians_ms([lambda: None], torch.device("cpu"))[0] < 1
     True
@@ -49,20 +46,19 @@ def medians_ms(
     if not runs:
         return []
     if device.type != "cuda":
-        return [median(times) for times in _cpu_rounds(runs, before)]
-    estimates = [min(times) for times in cuda_rounds(runs, device, _WARM_UPS, before=before)]
+        return [median(times) for times in _cpu_rounds(runs)]
+    estimates = [min(times) for times in cuda_rounds(runs, device, _WARM_UPS)]
     count = int(_SECONDS_EACH * len(runs) / max(sum(estimates) * 1e-3, 1e-9))
     count = max(_LEAST_ROUNDS, min(_MOST_ROUNDS, count))
-    return [median(times) for times in cuda_rounds(runs, device, count, estimates, before)]
+    return [median(times) for times in cuda_rounds(runs, device, count, estimates)]
 
 
-def _cpu_rounds(runs: Sequence[Run], before: Callable[[int], None]) -> list[list[float]]:
+def _cpu_rounds(runs: Sequence[Run]) -> list[list[float]]:
     times: list[list[float]] = [[] for _ in runs]
     began = time.perf_counter()
     for count in range(_MOST_ROUNDS + 1):
         round_began = time.perf_counter()
         for index, run in enumerate(runs):
-            before(index)
             start = time.perf_counter()
             run()
             if count:  # the first round is a warm-up
@@ -80,12 +76,11 @@ def cuda_rounds(
     device: torch.device,
     count: int,
     estimates_ms: Sequence[float] = (),
-    before: Callable[[int], None] = lambda index: None,
 ) -> list[list[float]]:
     """Samples of device time for each run, in milliseconds: ``count`` rounds, the L2 cache overwritten before each run.
 
     Args:
-        runs, device, before: as :func:`medians_ms`.
+        runs, device: as :func:`medians_ms`.
         count: number of rounds; every one is returned.
         estimates_ms: of each run, which the device rests for before it, 10 ms at most; none where it is not known.
     """
@@ -97,7 +92,6 @@ def cuda_rounds(
         head_starts = [_LEAST_HEAD_START_CYCLES] * len(runs)
         for round_ in range(-1, count):  # the first round is not counted: it measures the host's time
             for index, run in enumerate(runs):
-                before(index)
                 start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
                 flush.zero_()
                 torch.cuda._sleep(max(head_starts[index], rests[index]))
