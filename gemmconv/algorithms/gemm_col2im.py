@@ -97,7 +97,7 @@ class GemmCol2im(AlgorithmOfOne):
         weight gradient's chunks, which are more, and a second product of the columns of each.
         """
         if cpu.is_in_c(config):
-            return math.inf if direction == "grads" else estimate.columns_seconds(config, direction)
+            return math.inf if direction == "grads" else estimate.COLUMNS * estimate.fused_seconds(config, direction)
         return _seconds(config, direction)
 
     def prepare(self, config: Config, direction: Pass, tile: object = None) -> Callable[..., Any]:

@@ -20,7 +20,7 @@ class Direct(CpuKernel):
     name = "cpu/direct"
 
     def seconds(self, config: Config, direction: Pass, tile: Any) -> float:
-        return estimate.direct_seconds(config, direction)
+        return estimate.DIRECT * estimate.fused_seconds(config, direction)
 
     def prepare(self, config: Config, direction: Pass, tile: Any) -> Callable[..., Any]:
         return prepare(config, direction)

@@ -29,7 +29,8 @@ _LEAST_TAPS, _MOST_WASTE = 16, 0.5  # taps, and inputs of a row; logarithm to ba
 MOST_CLASSES = 1024  # product of the strides: a table of taps has all classes of outputs
 CYCLES = 2.5e9  # a second
 _PACK_SECONDS = 1.8e-9  # to pack one weight by one thread (AVX2 and AVX-512, layers of 2 million weights)
-_COLUMNS, _DIRECT = 2.0, 8.0  # time over that of an implicit product, about: to rank algorithms that are never chosen
+# About the times of gemm_col2im and of direct over that of an implicit product: auto never takes these two on a CPU.
+COLUMNS, DIRECT = 2.0, 8.0
 
 
 @lru_cache(maxsize=1024)
@@ -55,14 +56,21 @@ def is_together(config: Config) -> bool:
     return cycles(config, False, True) <= cycles(config, False, False)
 
 
+def _least_cycles(config: Config, direction: Pass) -> float:
+    """Cycles of an implicit product, for a forward pass in the faster of both ways."""
+    if direction != "forward":
+        return cycles(config, True, False)
+    return min(cycles(config, False, True), cycles(config, False, False))
+
+
 def sizes(config: Config, direction: Pass) -> dict[str, float]:
     """The features that the rule is linear in: logarithms to base 2 of a layer's sizes, and flags."""
-    p, is_gradient = config.problem, direction != "forward"
+    p = config.problem
     of_input, of_output = p.in_channels // p.groups, p.out_channels // p.groups
     least = p.useful_flops / 4 / kernels_for(config.dtype).lanes
     return {
         "1": 1.0,
-        "waste": math.log2(cycles(config, is_gradient, not is_gradient and is_together(config)) / least),
+        "waste": math.log2(_least_cycles(config, direction) / least),
         "in_channels": math.log2(min(of_input, 64)),
         "out_channels": math.log2(min(of_output, 64)),
         "taps": math.log2(p.taps),
@@ -109,8 +117,7 @@ def fused_seconds(config: Config, direction: Pass) -> float:
     p = config.problem
     if p.useful_flops == 0 or math.prod(p.stride) > MOST_CLASSES:
         return 1.0  # any number: torch's operator is estimated from it, and lower
-    is_gradient = direction != "forward"
-    seconds = 2 * cycles(config, is_gradient, not is_gradient and is_together(config)) / CYCLES
+    seconds = 2 * _least_cycles(config, direction) / CYCLES
     if config.trained and direction == "forward":
         seconds += math.prod(p.weight_shape) * _PACK_SECONDS
     return seconds / torch.get_num_threads()
@@ -122,13 +129,3 @@ def native_seconds(config: Config, direction: Pass) -> float:
         return math.inf
     config = replace(config, trained=False)
     return fused_seconds(config, direction) * speedup(config, direction) / LEAST_SPEEDUP
-
-
-def columns_seconds(config: Config, direction: Pass) -> float:
-    """Seconds of ``gemm_col2im``, so many that ``auto`` prefers implicit products."""
-    return _COLUMNS * fused_seconds(config, direction)
-
-
-def direct_seconds(config: Config, direction: Pass) -> float:
-    """Seconds of ``direct``, so many that ``auto`` never takes this reference."""
-    return _DIRECT * fused_seconds(config, direction)
