@@ -151,6 +151,13 @@ def floating(where: str, argument: str, dtype: torch.dtype, remedy: str = "") ->
         fail(NotImplementedError, where, argument, "be floating-point", _name(dtype), remedy)
 
 
+def element_type(where: str, dtype: object) -> None:
+    """Raise TypeError if ``dtype`` is no torch.dtype, or NotImplementedError if it is one of integers."""
+    if not isinstance(dtype, torch.dtype):
+        fail(TypeError, where, "dtype", "be a torch.dtype", repr(dtype))
+    floating(where, "dtype", dtype)
+
+
 def same_kind(where: str, tensors: Sequence[tuple[str, torch.Tensor | None]]) -> None:
     """Check that all tensors share the first one's floating-point dtype and device.
 
@@ -259,9 +266,7 @@ def made_problem(where: str, made: Problem, dtype: torch.dtype) -> Problem:
             not divide.
         NotImplementedError: an integer or boolean dtype.
     """
-    if not isinstance(dtype, torch.dtype):
-        fail(TypeError, where, "dtype", "be a torch.dtype", repr(dtype))
-    floating(where, "dtype", dtype)
+    element_type(where, dtype)
     if not isinstance(made, Problem):
         fail(TypeError, where, "problem", "be a gemmconv.Problem", type(made).__name__)
     values: dict[str, Any] = {
@@ -393,10 +398,8 @@ def module(
     in_64_bits(where, made.items())
     if _any_below(0, kernel_size):
         fail(RuntimeError, where, "kernel_size", f"be at least 0{_ON_ALL[rank]}", kernel_size)
-    if dtype is not None and not isinstance(dtype, torch.dtype):
-        fail(TypeError, where, "dtype", "be a torch.dtype", repr(dtype))
-    dtype = dtype or torch.get_default_dtype()
-    floating(where, "dtype", dtype)
+    dtype = torch.get_default_dtype() if dtype is None else dtype
+    element_type(where, dtype)
     weight_shape = (made["in_channels"], made["out_channels"] // groups, *kernel_size)
     in_memory(where, "the weight", weight_shape, dtype.itemsize, "have", "use fewer channels or a smaller kernel_size")
     if device is not None:
