@@ -22,7 +22,16 @@ from gemmconv.module import RANKS
 from gemmconv.ops import volumes
 from gemmconv.ops.autocast import current_dtype
 from gemmconv.rank import choose_way, image_problems
-from gemmconv.selection import MICROSECONDS, NAMES, choose, choose_gradients, current_config, preference
+from gemmconv.selection import (
+    BY_NAME,
+    MICROSECONDS,
+    NAMES,
+    NATIVE,
+    choose,
+    choose_gradients,
+    current_config,
+    preference,
+)
 from gemmconv.warmup import preserve_state, recording
 
 Compilations = tuple[tuple[str, tuple[tuple[str, str | int], ...]], ...]  # sources with their sorted macros
@@ -248,19 +257,26 @@ def explain_problem(
         else:
             if entry is not None and candidate.name in entry.microseconds:
                 rule = f"measured: {entry.microseconds[candidate.name]:,.1f} us with {list(entry.size)}; {rule}"
-            if candidate.name == "native" and where.type == "cuda":
+            if candidate is NATIVE and where.type == "cuda":
                 rule += "; cuDNN's deterministic kernels" if config.deterministic else "; torch's own settings"
             reasons[candidate.name] = f"asked for; {rule}" if candidate is chosen and algorithm != "auto" else rule
-    choice_made = chosen.choice(config, direction)
-    assert choice_made is not None
-    kernels = {name: text for a in ALGORITHMS for name, text in _kernel_reports(a, config, direction)}
-    workspace = {a.name: a.workspace_bytes(config, direction) for a in ALGORITHMS if a.why_not(config) is None}
-    names = gradients.input_grad.name, gradients.weight_grad.name
-    taken = chosen.name, choice_made.kernel.name, choice_made.tile_text
-    program = choice_made.program(config, direction) if where.type == "cuda" else None
-    compilations = () if program is None else compilations_of(program, config)
-    how = program, gradients.via_channels_last, compilations
-    return Explanation(*taken, reasons, kernels, config, direction, workspace, names, *how)
+    made = chosen.choice(config, direction)
+    assert made is not None
+    program = made.program(config, direction) if where.type == "cuda" else None
+    return Explanation(
+        algorithm=chosen.name,
+        kernel=made.kernel.name,
+        tile=made.tile_text,
+        reasons=reasons,
+        kernels={name: text for a in ALGORITHMS for name, text in _kernel_reports(a, config, direction)},
+        config=config,
+        direction=direction,
+        workspace_bytes={a.name: a.workspace_bytes(config, direction) for a in ALGORITHMS if a.why_not(config) is None},
+        gradients=(gradients.input_grad.name, gradients.weight_grad.name),
+        program=program,
+        gradients_turned=gradients.via_channels_last,
+        compilations=() if program is None else compilations_of(program, config),
+    )
 
 
 def compilations_of(program: Program, config: Config) -> Compilations:
@@ -319,17 +335,13 @@ def _of_layer(name: str, layer: Any, input: Tensor | Sequence[int], options: dic
 
 def _row(one: LayerExplanation) -> tuple[str, ...]:
     """A line of the table: times and workspace of all calls together."""
-    torchs = next(algorithm for algorithm in ALGORITHMS if algorithm.name == "native")
-    ours, theirs, compiled = 0.0, 0.0, 0
-    for call in one.calls:
-        chosen = next(algorithm for algorithm in ALGORITHMS if algorithm.name == call.algorithm)
-        ours += chosen.estimate(call.config, call.direction)
-        theirs += torchs.estimate(call.config, call.direction)
-        compiled += len(call.compilations)
+    ours = sum(BY_NAME[call.algorithm].estimate(call.config, call.direction) for call in one.calls)
+    theirs = sum(NATIVE.estimate(call.config, call.direction) for call in one.calls)
+    compiled = sum(len(call.compilations) for call in one.calls)
     workspace = max(call.workspace_bytes.get(call.algorithm, 0) for call in one.calls)
     kernels = dict.fromkeys(call.kernel for call in one.calls if call.algorithm == one.algorithm) or ("native",)
     if one.product is not None:
         ours, kernels, compiled = one.product, (gemm_mma.KERNEL.name,), 2
-    texts = (f"{1e6 * seconds:,.0f}" if seconds < math.inf else "-" for seconds in (ours, theirs))
+    texts = (f"{MICROSECONDS * seconds:,.0f}" if seconds < math.inf else "-" for seconds in (ours, theirs))
     size = "x".join(map(str, one.input_shape))
     return one.name or "-", size, one.algorithm, "+".join(kernels), *texts, f"{workspace:,}", str(compiled)

@@ -101,16 +101,13 @@ def _estimates(
     Equal ones keep the order of ``ALGORITHMS``, and those that cannot serve the pass come last.
     """
 
-    able = [
-        one
-        for one in among
-        if one.why_not(config, direction) is None and (direction == "forward" or one.can_serve(config))
-    ]
     found = []
-    for one in sorted(among, key=lambda one: one not in able):
-        seconds = one.estimate(config, direction) if one in able else math.inf
-        found.append((Seconds(seconds, one.host_seconds(config, direction)), one))
-    return sorted(found, key=lambda item: item[0].waited)
+    for one in among:
+        able = one.why_not(config, direction) is None and (direction == "forward" or one.can_serve(config))
+        seconds = one.estimate(config, direction) if able else math.inf
+        found.append((Seconds(seconds, one.host_seconds(config, direction)), not able, one))
+    found.sort(key=lambda item: (item[0].waited, item[1]))
+    return [(seconds, one) for seconds, _, one in found]
 
 
 def preference(config: Config, direction: Direction = "forward") -> Sequence[tuple[Algorithm, str]]:
@@ -358,8 +355,8 @@ def log_choice(config: Config, weight_config: Config, direction: Pass, requested
     else:
         algorithm = choose(config, requested, "log", direction)
         names, made = {algorithm.name: None}, [algorithm.choice(config, direction)]
-    layer, size = " ".join(tuned.key_of(config, direction)), (config.problem.batch, *config.problem.input_size)
+    layer, size = " ".join(tuned.key_of(config, direction)), "x".join(map(str, tuned.size_of(config)))
     kernels, seconds = " and ".join(map(str, made)), sum(one.seconds for one in made if one)
     expected = f"expected {MICROSECONDS * seconds:,.0f} us" if seconds < math.inf else "no estimate"
     chosen = f"{' and '.join(names)}, kernel {kernels}, {expected}"
-    tuned.log.debug("auto chooses for %s %s: %s", layer, "x".join(map(str, size)), chosen)
+    tuned.log.debug("auto chooses for %s %s: %s", layer, size, chosen)

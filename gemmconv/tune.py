@@ -311,8 +311,7 @@ def _measure(config: Config, direction: Pass, candidates: Iterable[_Candidate]) 
     least: dict[str, float] = {}
     for one, each in zip(able, seconds, strict=True):
         least[one.name] = min(least.get(one.name, math.inf), round(1e6 * each, 2))
-    size = config.problem.batch, *config.problem.input_size
-    return [Entry(tuned.key_of(config, direction), size, microseconds=least, **able[fastest].taken)]
+    return [Entry(tuned.key_of(config, direction), tuned.size_of(config), microseconds=least, **able[fastest].taken)]
 
 
 def _time_all(runs: Sequence[Run], are_torchs: Sequence[bool], device: torch.device) -> tuple[list[float], int]:

@@ -71,13 +71,17 @@ def key_of(config: Config, direction: Pass) -> Key:
     return layer, direction, dtype, config.precision, FORMAT_NAMES[config.memory_format], device
 
 
+def size_of(config: Config) -> tuple[int, ...]:
+    """The size by which entries of one key differ: the batch and the sizes of its images."""
+    return config.problem.batch, *config.problem.input_size
+
+
 def entry_of(config: Config, direction: Pass) -> Entry | None:
     """The entry of a pass that was measured at the nearest size; None where none was measured at a near size."""
     if not _entries:
         return None
-    p = config.problem
-    size, pixels = (p.batch, *p.input_size), p.batch * p.in_pixels
-    of_layer = _entries.get(key_of(config, direction), {})
+    size, of_layer = size_of(config), _entries.get(key_of(config, direction), {})
+    pixels = math.prod(size)
     if (same := of_layer.get(size)) is not None or not pixels:
         return same
     ratios = {max(one.pixels / pixels, pixels / one.pixels): one for one in reversed(of_layer.values())}
@@ -98,7 +102,7 @@ def choice_of(name: str, kernels: Iterable[Kernel], config: Config, direction: P
         others = (one for one in kernel.tiles(config, direction) if Choice(kernel, one, 0.0).tile_text == entry.tile)
         tile = next(others, None)
     if tile is None:
-        if (config.problem.batch, *config.problem.input_size) == entry.size:
+        if size_of(config) == entry.size:
             _log_unused(entry, "its tile is gone")
             return None
         tile = kernel.tile(config, direction)  # a tile's size may follow from the images'
