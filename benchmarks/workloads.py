@@ -80,7 +80,7 @@ def parse_layer(text: str) -> tuple[Problem, bool]:
         raise ValueError(f"layer: both channels must be divisible by g, got {channels} and {groups}")
     size = values["h"][0], values["w"][0]
     window = [values[key] for key in ("k", "s", "p", "op", "d")]
-    problem = checked_problem(values["n"][0], channels, groups, size, *window)
+    problem = checked_problem(Problem(values["n"][0], *channels, groups, size, *window))
     if not (problem.batch and problem.in_pixels):
         raise ValueError(f"layer: n, h and w must be at least 1, got {text!r}")
     return problem, bias

@@ -319,10 +319,11 @@ def _of_layer(name: str, layer: Any, input: Tensor | Sequence[int], options: dic
     form = torch.channels_last if rank < 3 else torch.channels_last_3d
     if rank > 1 and any(one.is_contiguous(memory_format=form) and not one.is_contiguous() for one in tensors):
         given["memory_format"] = torch.channels_last
-    calls = tuple(explain_problem(one, **{**given, **options}) for one in image_problems(problem))
+    given |= options
+    calls = tuple(explain_problem(one, **given) for one in image_problems(problem))
     config, algorithm = calls[0].config, calls[0].algorithm
-    last = config.memory_format is torch.channels_last
-    if rank == 3 and {**given, **options}.get("algorithm", "auto") == "auto":
+    if rank == 3 and given.get("algorithm", "auto") == "auto":
+        last = config.memory_format is torch.channels_last
         of_volume = volumes.config_of(problem, config.dtype, config.device, config.precision, last)
         of_volume = replace(of_volume, spec=config.spec)  # of the GPU that was named, where one was
         way = choose_way(of_volume)

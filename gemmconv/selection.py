@@ -85,7 +85,7 @@ class Seconds:
     """
 
     device: float
-    host: float = 0.0
+    host: float
 
     @property
     def waited(self) -> float:

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from gemmconv import validation
-from gemmconv.geometry import Pair, Problem
+from gemmconv.geometry import Problem
 
 # Below both limits, two cores of a CPU check and time all algorithms on a layer of the demo in 3 to 8 seconds.
 CPU_FLOPS = 600_000_000
@@ -202,22 +202,15 @@ def add_layer_arguments(parser: argparse.ArgumentParser, by_size: bool = False) 
     group.add_argument("--bias", action=argparse.BooleanOptionalAction, default=True, help="default: --bias")
 
 
-def checked_problem(batch: int, channels: Pair, groups: int, size: Pair, kernel: Pair, *window: Pair) -> Problem:
-    """The geometry of a layer.
-
-    Args:
-        batch, groups, size, kernel: of the layer; ``size`` is that of the input.
-        channels: of the input and of the output, multiples of ``groups``.
-        window: stride, padding, output padding, dilation.
+def checked_problem(made: Problem) -> Problem:
+    """The geometry of a layer as it is, after the checks that a call makes.
 
     Raises:
-        ValueError: the values do not fit together.
+        ValueError: its values do not fit together.
     """
-    shapes = (batch, channels[0], *size), (channels[0], channels[1] // groups, *kernel)
-    stride, padding, output_padding, dilation = window
     try:
-        return validation.problem("layer", *shapes, stride, padding, output_padding, groups, dilation)
-    except RuntimeError as error:
+        return validation.made_problem("layer", made, torch.float32)
+    except (TypeError, RuntimeError) as error:
         raise ValueError(str(error)) from None
 
 
@@ -233,5 +226,5 @@ def layer_from_arguments(arguments: argparse.Namespace) -> Layer:
         if value % a.groups:
             raise ValueError(f"{flag} must be divisible by --groups, got {value} and {a.groups}")
     window = a.kernel, a.stride, a.padding, a.output_padding, a.dilation
-    problem = checked_problem(batch, (a.in_channels, a.out_channels), a.groups, (size[0], size[1]), *window)
+    problem = checked_problem(Problem(batch, a.in_channels, a.out_channels, a.groups, (size[0], size[1]), *window))
     return Layer(f"{pair_text(problem.kernel_size)} kernel", problem, bias=a.bias)
