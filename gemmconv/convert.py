@@ -92,7 +92,7 @@ def convert(
       (0): ConvTranspose2d(4, 2, kernel_size=(3, 3), stride=(1, 1), algorithm=auto)
     )
     """
-    _check_model("convert", model)
+    validation.model("convert", model)
     validation.choice("convert", algorithm, NAMES, precision, workspace_limit)
     settings = {"algorithm": algorithm, "precision": precision, "workspace_limit": workspace_limit}
     for module in model.modules():
@@ -120,7 +120,7 @@ def revert(model: Model) -> Model:
     Raises:
         TypeError: ``model`` is no torch.nn.Module.
     """
-    _check_model("revert", model)
+    validation.model("revert", model)
     for module in model.modules():
         if (ours := _own_class(module)) is not None:
             module.__class__ = _with_base(type(module), ours, TORCHS[ours])
@@ -132,7 +132,7 @@ def revert(model: Model) -> Model:
 @contextlib.contextmanager
 def converted(model: Model, **settings: Any) -> Iterator[Model]:
     """Convert a model inside a ``with`` block; see :func:`convert`. Layers that were converted before stay so."""
-    _check_model("converted", model)
+    validation.model("converted", model)
     before = {one: {name: one.__dict__.get(name) for name in _SETTINGS} for one in model.modules() if _own_class(one)}
     try:
         yield convert(model, **settings)
@@ -148,7 +148,7 @@ def report(model: nn.Module) -> Report:
     Raises:
         TypeError: ``model`` is no torch.nn.Module.
     """
-    _check_model("report", model)
+    validation.model("report", model)
     lines = Report(_lines(model))
     print(lines)
     return lines
@@ -204,11 +204,6 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     )
     for function in (getattr(torch, name), getattr(torch.nn.functional, name))
 }
-
-
-def _check_model(where: str, model: Any) -> None:
-    if not isinstance(model, nn.Module):
-        validation.fail(TypeError, where, "model", "be a torch.nn.Module", type(model).__name__)
 
 
 def _torchs_class(module: nn.Module) -> type | None:

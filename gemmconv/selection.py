@@ -288,8 +288,9 @@ def _tuned_gradients(config: Config, weight_config: Config) -> Gradients | None:
     return Gradients(first, second, *(entry.how.get(name, False) for name in ("share", "at_once", "turned")))
 
 
-def paired(first: Algorithm, second: Algorithm, config: Config) -> Gradients:
-    """Two algorithms in one memory format that run one after the other and share the transpose they have in common."""
+def one_by_one(config: Config) -> Gradients:
+    """The algorithm that ``auto`` takes for each gradient alone, one after the other, with what transpose they share."""
+    first, second = choose(config, "auto", "tune", "input_grad"), choose(config, "auto", "tune", "weight_grad")
     return Gradients(first, second, _share(first, second, config, config))
 
 

@@ -238,13 +238,11 @@ def _kernels(config: Config, direction: Direction, choices: Sequence[NamedChoice
 
 def _pairs_of_algorithms(config: Config) -> Iterator[_Candidate]:
     """The candidates of a backward pass: torch's, chosen together by estimates, chosen one by one, and at once."""
-    directions: tuple[Direction, ...] = ("input_grad", "weight_grad")
-    first, second = (selection.choose(config, "auto", "tune", direction) for direction in directions)
     torchs = selection.Gradients(NATIVE, NATIVE, share=False, at_once=not config.deterministic)
     pairs = [
         torchs,
         selection.choose_gradients(config, config, "auto", "tune"),
-        selection.paired(first, second, config),
+        selection.one_by_one(config),
         *(
             selection.Gradients(one, one, share=False, at_once=True)
             for one in ALGORITHMS

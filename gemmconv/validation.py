@@ -112,6 +112,12 @@ def in_memory(where: str, argument: str, shape: Sequence[int], itemsize: int, ru
         fail(RuntimeError, where, argument, f"{rule} less than 2**63 bytes", f"shape {list(shape)}", remedy)
 
 
+def model(where: str, value: object) -> None:
+    """Raise TypeError if a value is no torch.nn.Module."""
+    if not isinstance(value, torch.nn.Module):
+        fail(TypeError, where, "model", "be a torch.nn.Module", type(value).__name__)
+
+
 def tensor(where: str, argument: str, value: object) -> None:
     """Check that a value is a dense tensor.
 

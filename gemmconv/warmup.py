@@ -50,8 +50,7 @@ def warmup(model: nn.Module, *example_inputs: Any, backward: bool = True) -> Non
 
 def check_step(where: str, model: object, backward: object) -> None:
     """Raise TypeError if ``model`` is no torch.nn.Module, or ``backward`` no bool."""
-    if not isinstance(model, nn.Module):
-        validation.fail(TypeError, where, "model", "be a torch.nn.Module", type(model).__name__)
+    validation.model(where, model)
     if not isinstance(backward, bool):
         validation.fail(TypeError, where, "backward", "be True or False", repr(backward))
 

@@ -38,23 +38,15 @@ class Layer:
         >>> print(Layer("x", Problem(8, 64, 64, 1, (512, 512), (3, 7))).describe())
         N=8, C 64 -> 64, kernel 3x7, image 512x512, no bias
         """
-        problem = self.problem
-        parts = [
-            f"N={problem.batch}",
-            f"C {problem.in_channels} -> {problem.out_channels}",
-            f"kernel {pair_text(problem.kernel_size)}",
-        ]
-        for label, value, default in (
-            ("stride", problem.stride, (1, 1)),
-            ("padding", problem.padding, (0, 0)),
-            ("output padding", problem.output_padding, (0, 0)),
-            ("dilation", problem.dilation, (1, 1)),
-        ):
+        p = self.problem
+        parts = [f"N={p.batch}", f"C {p.in_channels} -> {p.out_channels}", f"kernel {pair_text(p.kernel_size)}"]
+        for name in ("stride", "padding", "output_padding", "dilation"):
+            value, default = getattr(p, name), getattr(Problem, name)
             if value != default:
-                parts.append(f"{label} {short_text(value)}")
-        if problem.groups > 1:
-            parts.append(f"groups {problem.groups}")
-        parts += [f"image {pair_text(problem.input_size)}", "bias" if self.bias else "no bias"]
+                parts.append(f"{name.replace('_', ' ')} {short_text(value)}")
+        if p.groups > 1:
+            parts.append(f"groups {p.groups}")
+        parts += [f"image {pair_text(p.input_size)}", "bias" if self.bias else "no bias"]
         return ", ".join(parts)
 
     def shrink_note(self) -> str | None:
