@@ -263,12 +263,12 @@ def choose_gradients(config: Config, weight_config: Config, requested: str, wher
     if requested == "auto" and (measured := _tuned_gradients(config, weight_config)) is not None:
         return measured
     if requested != "auto" or config.device.type != "cuda" or why_no_kernels(config.device, config.spec) is not None:
-        first = choose(config, requested, where, "input_grad")
-        second = choose(weight_config, requested, where, "weight_grad")
+        apart = one_by_one(config, weight_config, requested, where)
+        if (one := apart.input_grad) is not apart.weight_grad:
+            return apart
         # One call of torch's operator, with the user's own cuDNN settings, computes both.
-        is_torchs_call = first is NATIVE and not config.deterministic
-        at_once = first is second and (is_torchs_call or first.grads_estimate(config, weight_config) < math.inf)
-        return Gradients(first, second, _share(first, second, config, weight_config), at_once)
+        is_torchs_call = one is NATIVE and not config.deterministic
+        return apart._replace(at_once=is_torchs_call or one.grads_estimate(config, weight_config) < math.inf)
     if not config.spec.is_hopper:
         return _gradients_on_other_gpus(config, weight_config)
     able = tuple(a for a in ALGORITHMS if a.why_not(config) is None)
@@ -288,10 +288,11 @@ def _tuned_gradients(config: Config, weight_config: Config) -> Gradients | None:
     return Gradients(first, second, *(entry.how.get(name, False) for name in ("share", "at_once", "turned")))
 
 
-def one_by_one(config: Config) -> Gradients:
-    """The algorithm that ``auto`` takes for each gradient alone, one after the other, with what transpose they share."""
-    first, second = choose(config, "auto", "tune", "input_grad"), choose(config, "auto", "tune", "weight_grad")
-    return Gradients(first, second, _share(first, second, config, config))
+def one_by_one(config: Config, weight_config: Config, requested: str, where: str) -> Gradients:
+    """What :func:`choose` gives for each gradient alone, to run one after the other with a transpose they may share."""
+    first = choose(config, requested, where, "input_grad")
+    second = choose(weight_config, requested, where, "weight_grad")
+    return Gradients(first, second, _share(first, second, config, weight_config))
 
 
 def _share(first: Algorithm, second: Algorithm, config: Config, weight_config: Config) -> bool:

@@ -242,7 +242,7 @@ def _pairs_of_algorithms(config: Config) -> Iterator[_Candidate]:
     pairs = [
         torchs,
         selection.choose_gradients(config, config, "auto", "tune"),
-        selection.one_by_one(config),
+        selection.one_by_one(config, config, "auto", "tune"),
         *(
             selection.Gradients(one, one, share=False, at_once=True)
             for one in ALGORITHMS
