@@ -19,7 +19,7 @@
  * 17 (H100, driver 580), an allocation 3 to 5, all else here 1 or 2. Launches that overlap take no longer than others; a
  * CUfunction in place of a CUkernel, and keeping the lock, gained nothing.
  */
-#include "tensors.h"
+#include "extension.h"
 
 #include <dlfcn.h>
 #include <string.h>
@@ -52,71 +52,47 @@ typedef struct { unsigned char from_port, to_port, type, reserved[5]; } edge_t;
 _Static_assert(sizeof(kernel_node_t) == 72 && sizeof(clear_node_t) == 40 && sizeof(edge_t) == 8, "as in cuda.h");
 enum { kProgrammatic = 1 };  /* port and type of an edge to a launch that may begin before the one before has ended */
 
-static struct {
-    status_t (*init)(unsigned);
-    status_t (*get_error_name)(status_t, const char**);
-    status_t (*device_get)(int*, int);
-    status_t (*primary_retain)(context_t*, int);
-    status_t (*primary_release)(int);
-    status_t (*get_current)(context_t*);
-    status_t (*push_current)(context_t);
-    status_t (*pop_current)(context_t*);
-    status_t (*launch)(const launch_config_t*, void*, void**, void**);
-    status_t (*clear)(uint64_t, unsigned char, size_t, void*);
-    status_t (*encode)(void*, int, uint32_t, void*, const uint64_t*, const uint64_t*, const uint32_t*, const uint32_t*,
-                       int, int, int, int);
-    status_t (*exchange_capture_mode)(int*);
-    status_t (*is_capturing)(void*, int*);
-    status_t (*context_of_stream)(void*, context_t*);
-    status_t (*graph_create)(void**, unsigned);
-    status_t (*graph_destroy)(void*);
-    status_t (*add_kernel)(void**, void*, void* const*, size_t, const kernel_node_t*);
-    status_t (*add_clear)(void**, void*, void* const*, size_t, const clear_node_t*, context_t);
-    status_t (*add_edges)(void*, void* const*, void* const*, const edge_t*, size_t);  /* NULL before CUDA 12.3 */
-    status_t (*instantiate)(void**, void*, unsigned long long);
-    status_t (*replay)(void*, void*);
-    status_t (*replay_destroy)(void*);
-} cuda;
+/* The functions that are used: the name here, the driver's, and the types of arguments. */
+#define DRIVER_FUNCTIONS(FUNCTION) \
+    FUNCTION(init, "cuInit", unsigned) \
+    FUNCTION(get_error_name, "cuGetErrorName", status_t, const char**) \
+    FUNCTION(device_get, "cuDeviceGet", int*, int) \
+    FUNCTION(primary_retain, "cuDevicePrimaryCtxRetain", context_t*, int) \
+    FUNCTION(primary_release, "cuDevicePrimaryCtxRelease_v2", int) \
+    FUNCTION(get_current, "cuCtxGetCurrent", context_t*) \
+    FUNCTION(push_current, "cuCtxPushCurrent_v2", context_t) \
+    FUNCTION(pop_current, "cuCtxPopCurrent_v2", context_t*) \
+    FUNCTION(clear, "cuMemsetD8Async", uint64_t, unsigned char, size_t, void*) \
+    FUNCTION(encode, "cuTensorMapEncodeTiled", void*, int, uint32_t, void*, const uint64_t*, const uint64_t*, \
+             const uint32_t*, const uint32_t*, int, int, int, int) \
+    FUNCTION(exchange_capture_mode, "cuThreadExchangeStreamCaptureMode", int*) \
+    FUNCTION(is_capturing, "cuStreamIsCapturing", void*, int*) \
+    FUNCTION(context_of_stream, "cuStreamGetCtx", void*, context_t*) \
+    FUNCTION(graph_create, "cuGraphCreate", void**, unsigned) \
+    FUNCTION(graph_destroy, "cuGraphDestroy", void*) \
+    FUNCTION(add_kernel, "cuGraphAddKernelNode_v2", void**, void*, void* const*, size_t, const kernel_node_t*) \
+    FUNCTION(add_clear, "cuGraphAddMemsetNode", void**, void*, void* const*, size_t, const clear_node_t*, context_t) \
+    FUNCTION(add_edges, "cuGraphAddDependencies_v2", void*, void* const*, void* const*, const edge_t*, size_t) \
+    FUNCTION(instantiate, "cuGraphInstantiateWithFlags", void**, void*, unsigned long long) \
+    FUNCTION(replay, "cuGraphLaunch", void*, void*) \
+    FUNCTION(replay_destroy, "cuGraphExecDestroy", void*) \
+    FUNCTION(launch, "cuLaunchKernelEx", const launch_config_t*, void*, void**, void**)
+
+#define DECLARED(name, text, ...) status_t (*name)(__VA_ARGS__);
+#define LISTED(name, text, ...) {(void**)&cuda.name, text},
+static struct { DRIVER_FUNCTIONS(DECLARED) } cuda;  /* add_edges is NULL before CUDA 12.3 */
 enum { kRelaxed = 2 };
 
 static int load_driver(void) {
-    static const struct { void** function; const char* name; } functions[] = {
-        {(void**)&cuda.init, "cuInit"},
-        {(void**)&cuda.get_error_name, "cuGetErrorName"},
-        {(void**)&cuda.device_get, "cuDeviceGet"},
-        {(void**)&cuda.primary_retain, "cuDevicePrimaryCtxRetain"},
-        {(void**)&cuda.primary_release, "cuDevicePrimaryCtxRelease_v2"},
-        {(void**)&cuda.get_current, "cuCtxGetCurrent"},
-        {(void**)&cuda.push_current, "cuCtxPushCurrent_v2"},
-        {(void**)&cuda.pop_current, "cuCtxPopCurrent_v2"},
-        {(void**)&cuda.clear, "cuMemsetD8Async"},
-        {(void**)&cuda.encode, "cuTensorMapEncodeTiled"},
-        {(void**)&cuda.exchange_capture_mode, "cuThreadExchangeStreamCaptureMode"},
-        {(void**)&cuda.is_capturing, "cuStreamIsCapturing"},
-        {(void**)&cuda.context_of_stream, "cuStreamGetCtx"},
-        {(void**)&cuda.graph_create, "cuGraphCreate"},
-        {(void**)&cuda.graph_destroy, "cuGraphDestroy"},
-        {(void**)&cuda.add_kernel, "cuGraphAddKernelNode_v2"},
-        {(void**)&cuda.add_clear, "cuGraphAddMemsetNode"},
-        {(void**)&cuda.add_edges, "cuGraphAddDependencies_v2"},
-        {(void**)&cuda.instantiate, "cuGraphInstantiateWithFlags"},
-        {(void**)&cuda.replay, "cuGraphLaunch"},
-        {(void**)&cuda.replay_destroy, "cuGraphExecDestroy"},
-        {(void**)&cuda.launch, "cuLaunchKernelEx"},
-    };
+    static const struct { void** function; const char* name; } functions[] = {DRIVER_FUNCTIONS(LISTED)};
     const int count = sizeof functions / sizeof functions[0];
     if (cuda.launch) return 0;  /* the last that is set */
     void* library = dlopen("libcuda.so.1", RTLD_NOW);
-    if (!library) {
-        PyErr_Format(PyExc_RuntimeError, "the CUDA driver could not be loaded: %s", dlerror());
-        return -1;
-    }
+    if (!library) return RAISE(PyExc_RuntimeError, "the CUDA driver could not be loaded: %s", dlerror());
     for (int i = 0; i < count; ++i) {
         void* function = dlsym(library, functions[i].name);
-        if (!function && functions[i].function != (void**)&cuda.add_edges) {
-            PyErr_Format(PyExc_RuntimeError, "the CUDA driver has no %s; update it", functions[i].name);
-            return -1;
-        }
+        if (!function && functions[i].function != (void**)&cuda.add_edges)
+            return RAISE(PyExc_RuntimeError, "the CUDA driver has no %s; update it", functions[i].name);
         memcpy(functions[i].function, &function, sizeof function);
     }
     return 0;
@@ -140,10 +116,9 @@ typedef struct {
 } map_t;
 typedef struct {
     void* function;
-    char* name;
+    const char *name, *params;
     unsigned shape[8];  /* grid, block, shared bytes, whether it overlaps */
     unsigned size, pointer_count, map_count;
-    unsigned char* params;
     pointer_t* pointers;
     map_t* maps;
 } launch_t;
@@ -163,14 +138,14 @@ typedef int (*set_math_mode_t)(void*, int);
 enum { kDisallowReducedPrecisionReduction = 16, kDefaultAlgorithm = -1 };
 
 typedef struct {
-    PyObject_HEAD
+    object_t object;
     int device, retained;
     context_t context;
     gemm_t gemm;
     set_math_mode_t set_math_mode;
     int alignment_count, step_count;
     int address_count;  /* the least that a call must give: all that are aligned, and all that steps name */
-    unsigned* alignments;
+    unsigned alignments[kMostAddresses];
     step_t* steps;
 } program_t;
 
@@ -298,7 +273,8 @@ static PyObject* program_run(PyObject* self, PyObject* const* arguments, Py_ssiz
     return failure.status ? raise_failure(failure) : PyLong_FromLong(0);
 }
 
-/* Construction. Any failure leaves a state that program_dealloc can free. */
+/* Construction. Any failure leaves a state that program_dealloc can free. Pointers and sizes are read as K: all have 64
+ * bits, as the assertions above say. */
 
 static void* zeroed(size_t count, size_t size) {
     void* memory = PyMem_Malloc(count * size + 1);
@@ -306,88 +282,77 @@ static void* zeroed(size_t count, size_t size) {
     return memset(memory, 0, count * size + 1);
 }
 
-static int place_is_wrong(program_t* program, place_t place) {
-    if (place.index < 0 || place.index >= kMostAddresses) {
-        PyErr_Format(PyExc_ValueError, "at most %d addresses, got index %d", kMostAddresses, place.index);
-        return 1;
-    }
+/* Checks the index of a place, and counts it among the addresses that a call must give. */
+static int add_place(program_t* program, place_t place) {
+    if (place.index < 0 || place.index >= kMostAddresses)
+        return RAISE(PyExc_ValueError, "at most %d addresses, got index %d", kMostAddresses, place.index);
     if (program->address_count <= place.index) program->address_count = place.index + 1;
     return 0;
 }
 
-static int read_map(program_t* program, map_t* map, PyObject* of) {
-    unsigned box[8];
-    if (!PyArg_ParseTuple(of, "iiKiKKKKKKKiiiiiiiiii", &map->at, &map->place.index, &map->place.offset, &map->type,
-                          &map->sizes[0], &map->sizes[1], &map->sizes[2], &map->sizes[3], &map->strides[0],
-                          &map->strides[1], &map->strides[2], &box[0], &box[1], &box[2], &box[3], &box[4], &box[5],
-                          &box[6], &box[7], &map->swizzle, &map->promotion))
-        return -1;
-    for (int i = 0; i < 4; ++i) map->box[i] = box[i], map->steps[i] = box[4 + i];
-    return place_is_wrong(program, map->place) ? -1 : 0;
+static int read_pointer(pointer_t* pointer, PyObject* of) {
+    return PyArg_ParseTuple(of, "iiK", &pointer->at, &pointer->place.index, &pointer->place.offset) ? 0 : -1;
 }
 
-static int read_launch(program_t* program, launch_t* one, PyObject* of) {
-    unsigned long long function;
-    const char *name, *params;
-    Py_ssize_t size, name_size;
+static int read_map(map_t* map, PyObject* of) {
+    uint64_t *size = map->sizes, *stride = map->strides;
+    uint32_t *box = map->box, *step = map->steps;
+    return PyArg_ParseTuple(of, "iiKiKKKKKKKiiiiiiiiii", &map->at, &map->place.index, &map->place.offset, &map->type,
+                            &size[0], &size[1], &size[2], &size[3], &stride[0], &stride[1], &stride[2],
+                            &box[0], &box[1], &box[2], &box[3], &step[0], &step[1], &step[2], &step[3],
+                            &map->swizzle, &map->promotion) ? 0 : -1;
+}
+
+/* Name and params are borrowed from the step, which the program's arguments hold. */
+static int read_launch(program_t* program, step_t* step, PyObject* of) {
+    launch_t* one = &step->of.launch;
+    Py_ssize_t size;
     PyObject *pointers, *maps;
     unsigned* s = one->shape;
-    if (!PyArg_ParseTuple(of, "iKs#(iiiiiiii)y#O!O!", &(int){0}, &function, &name, &name_size, &s[0], &s[1], &s[2],
-                          &s[3], &s[4], &s[5], &s[6], &s[7], &params, &size, &PyTuple_Type, &pointers, &PyTuple_Type,
-                          &maps))
+    if (!PyArg_ParseTuple(of, "iKs(iiiiiiii)y#O!O!", &step->kind, &one->function, &one->name, &s[0], &s[1], &s[2],
+                          &s[3], &s[4], &s[5], &s[6], &s[7], &one->params, &size, &PyTuple_Type, &pointers,
+                          &PyTuple_Type, &maps))
         return -1;
-    if (size > kMostParams) {
-        PyErr_Format(PyExc_ValueError, "%s: params must have at most %d bytes, got %zd", name, kMostParams, size);
-        return -1;
-    }
-    one->function = (void*)(uintptr_t)function;
+    if (size > kMostParams)
+        return RAISE(PyExc_ValueError, "%s: params must have at most %d bytes, got %zd", one->name, kMostParams, size);
     one->size = (unsigned)size;
-    if (!(one->name = zeroed((size_t)name_size + 1, 1)) || !(one->params = zeroed((size_t)size, 1))) return -1;
-    memcpy(one->name, name, (size_t)name_size);
-    memcpy(one->params, params, (size_t)size);
-    const Py_ssize_t pointer_count = PyTuple_Size(pointers), map_count = PyTuple_Size(maps);
-    if (!(one->pointers = zeroed((size_t)pointer_count, sizeof(pointer_t)))) return -1;
-    if (!(one->maps = zeroed((size_t)map_count, sizeof(map_t)))) return -1;
-    for (Py_ssize_t i = 0; i < pointer_count; ++i) {
-        pointer_t* pointer = &one->pointers[one->pointer_count++];
-        unsigned long long offset;
-        if (!PyArg_ParseTuple(PyTuple_GetItem(pointers, i), "iiK", &pointer->at, &pointer->place.index, &offset))
-            return -1;
-        pointer->place.offset = offset;
-        if (place_is_wrong(program, pointer->place)) return -1;
-        if (pointer->at + sizeof(uint64_t) > one->size)
-            return PyErr_SetString(PyExc_ValueError, "a pointer past params"), -1;
+    one->pointer_count = (unsigned)PyTuple_Size(pointers), one->map_count = (unsigned)PyTuple_Size(maps);
+    if (!(one->pointers = zeroed(one->pointer_count, sizeof(pointer_t)))) return -1;
+    if (!(one->maps = zeroed(one->map_count, sizeof(map_t)))) return -1;
+    for (unsigned i = 0; i < one->pointer_count; ++i) {
+        pointer_t* pointer = &one->pointers[i];
+        if (read_pointer(pointer, PyTuple_GetItem(pointers, i)) || add_place(program, pointer->place)) return -1;
+        if (pointer->at + sizeof(uint64_t) > one->size) return RAISE(PyExc_ValueError, "a pointer past params");
     }
-    for (Py_ssize_t i = 0; i < map_count; ++i) {
-        map_t* map = &one->maps[one->map_count++];
-        if (read_map(program, map, PyTuple_GetItem(maps, i))) return -1;
-        if (map->at + (size_t)kMapBytes > one->size)
-            return PyErr_SetString(PyExc_ValueError, "a tensor map past params"), -1;
+    for (unsigned i = 0; i < one->map_count; ++i) {
+        map_t* map = &one->maps[i];
+        if (read_map(map, PyTuple_GetItem(maps, i)) || add_place(program, map->place)) return -1;
+        if (map->at + (size_t)kMapBytes > one->size) return RAISE(PyExc_ValueError, "a tensor map past params");
     }
     return 0;
 }
 
-static int read_product(program_t* program, product_t* p, PyObject* of) {
+static int read_product(program_t* program, step_t* step, PyObject* of) {
+    product_t* p = &step->of.product;
+    matrices_t *a = &p->a, *b = &p->b, *c = &p->c;
     int is_double, accumulates;
-    unsigned long long offsets[3];
-    if (!PyArg_ParseTuple(of, "iiiiiiiKiiLiKiiLiKiiLiiii", &(int){0}, &p->m, &p->n, &p->k, &p->transposed_a,
-                          &p->transposed_b, &p->a.place.index, &offsets[0], &p->a.type, &p->a.leading, &p->a.stride,
-                          &p->b.place.index, &offsets[1], &p->b.type, &p->b.leading, &p->b.stride, &p->c.place.index,
-                          &offsets[2], &p->c.type, &p->c.leading, &p->c.stride, &p->batch, &p->compute, &is_double,
-                          &accumulates))
+    if (!PyArg_ParseTuple(of, "iiiiiiiKiiLiKiiLiKiiLiiii", &step->kind, &p->m, &p->n, &p->k, &p->transposed_a,
+                          &p->transposed_b, &a->place.index, &a->place.offset, &a->type, &a->leading, &a->stride,
+                          &b->place.index, &b->place.offset, &b->type, &b->leading, &b->stride,
+                          &c->place.index, &c->place.offset, &c->type, &c->leading, &c->stride,
+                          &p->batch, &p->compute, &is_double, &accumulates))
         return -1;
-    p->a.place.offset = offsets[0], p->b.place.offset = offsets[1], p->c.place.offset = offsets[2];
+    if (!program->gemm || !program->set_math_mode)
+        return RAISE(PyExc_ValueError, "products need cuBLAS's functions");
     if (is_double) p->alpha.d = 1, p->beta.d = accumulates;
     else p->alpha.f = 1, p->beta.f = (float)accumulates;
-    const place_t a = p->a.place, b = p->b.place, c = p->c.place;
-    return place_is_wrong(program, a) || place_is_wrong(program, b) || place_is_wrong(program, c) ? -1 : 0;
+    return add_place(program, a->place) || add_place(program, b->place) || add_place(program, c->place) ? -1 : 0;
 }
 
-static int read_clear(program_t* program, clear_t* one, PyObject* of) {
-    unsigned long long offset, size;
-    if (!PyArg_ParseTuple(of, "iiKK", &(int){0}, &one->place.index, &offset, &size)) return -1;
-    one->place.offset = offset, one->size = (size_t)size;
-    return place_is_wrong(program, one->place) ? -1 : 0;
+static int read_clear(program_t* program, step_t* step, PyObject* of) {
+    clear_t* one = &step->of.clear;
+    if (!PyArg_ParseTuple(of, "iiKK", &step->kind, &one->place.index, &one->place.offset, &one->size)) return -1;
+    return add_place(program, one->place);
 }
 
 static int read_step(program_t* program, step_t* step, PyObject* of) {
@@ -395,89 +360,62 @@ static int read_step(program_t* program, step_t* step, PyObject* of) {
     step->kind = kind ? (int)PyLong_AsLong(kind) : -1;
     if (PyErr_Occurred()) return -1;
     switch (step->kind) {
-        case kLaunch: return read_launch(program, &step->of.launch, of);
-        case kProduct: return read_product(program, &step->of.product, of);
-        case kClear: return read_clear(program, &step->of.clear, of);
+        case kLaunch: return read_launch(program, step, of);
+        case kProduct: return read_product(program, step, of);
+        case kClear: return read_clear(program, step, of);
     }
-    PyErr_SetString(PyExc_ValueError, "a step must be a tuple that begins with its kind, 0 to 2");
-    return -1;
+    return RAISE(PyExc_ValueError, "a step must be a tuple that begins with its kind, 0 to 2");
 }
 
-static int fill(program_t* program, PyObject* alignments, PyObject* steps, unsigned long long gemm,
-                unsigned long long set_math_mode) {
-    const Py_ssize_t alignment_count = PyTuple_Size(alignments), step_count = PyTuple_Size(steps);
-    program->gemm = (gemm_t)(uintptr_t)gemm;
-    program->set_math_mode = (set_math_mode_t)(uintptr_t)set_math_mode;
-    if (alignment_count > kMostAddresses) {
-        PyErr_Format(PyExc_ValueError, "at most %d addresses, got %zd alignments", kMostAddresses, alignment_count);
+static int fill_program(PyObject* self) {
+    program_t* program = (program_t*)self;
+    int device;
+    PyObject *alignments, *steps;
+    if (!PyArg_ParseTuple(program->object.arguments, "i(KK)O!O!", &device, &program->gemm, &program->set_math_mode,
+                          &PyTuple_Type, &alignments, &PyTuple_Type, &steps))
         return -1;
-    }
-    program->address_count = (int)alignment_count;
-    if (!(program->alignments = zeroed((size_t)alignment_count, sizeof(unsigned)))) return -1;
-    if (!(program->steps = zeroed((size_t)step_count, sizeof(step_t)))) return -1;
-    for (; program->alignment_count < alignment_count; ++program->alignment_count) {
-        const unsigned long value = PyLong_AsUnsignedLong(PyTuple_GetItem(alignments, program->alignment_count));
+    const Py_ssize_t alignment_count = PyTuple_Size(alignments), step_count = PyTuple_Size(steps);
+    if (alignment_count > kMostAddresses)
+        return RAISE(PyExc_ValueError, "at most %d addresses, got %zd alignments", kMostAddresses, alignment_count);
+    program->address_count = program->alignment_count = (int)alignment_count;
+    for (int i = 0; i < program->alignment_count; ++i) {
+        const unsigned long value = PyLong_AsUnsignedLong(PyTuple_GetItem(alignments, i));
         if (PyErr_Occurred()) return -1;
-        if (value < 1 || value > kMostAlignment) {
-            PyErr_Format(PyExc_ValueError, "an alignment must be 1 to %d, got %lu", kMostAlignment, value);
-            return -1;
-        }
-        program->alignments[program->alignment_count] = (unsigned)value;
+        if (value < 1 || value > kMostAlignment)
+            return RAISE(PyExc_ValueError, "an alignment must be 1 to %d, got %lu", kMostAlignment, value);
+        program->alignments[i] = (unsigned)value;
     }
+    if (!(program->steps = zeroed((size_t)step_count, sizeof(step_t)))) return -1;
     while (program->step_count < step_count) {
         const int i = program->step_count++;
         if (read_step(program, &program->steps[i], PyTuple_GetItem(steps, i))) return -1;
-        if (program->steps[i].kind == kProduct && !(gemm && set_math_mode))
-            return PyErr_SetString(PyExc_ValueError, "products need cuBLAS's functions"), -1;
     }
     if (load_driver()) return -1;
-    int device;
     PyThreadState* state = PyEval_SaveThread();  /* a context that is not there yet takes a while */
     status_t status = cuda.init(0);
-    if (!status) status = cuda.device_get(&device, program->device);
-    if (!status) status = cuda.primary_retain(&program->context, device);
+    if (!status) status = cuda.device_get(&program->device, device);
+    if (!status) status = cuda.primary_retain(&program->context, program->device);
     PyEval_RestoreThread(state);
-    if (status) return PyErr_Format(PyExc_RuntimeError, "device %d refused with %s", program->device, name_of(status)), -1;
-    program->device = device;
+    if (status) return RAISE(PyExc_RuntimeError, "device %d refused with %s", device, name_of(status));
     program->retained = 1;
     return 0;
 }
 
 static PyObject* program_new(PyTypeObject* type, PyObject* arguments, PyObject* keywords) {
-    int device;
-    unsigned long long gemm, set_math_mode;
-    PyObject *alignments, *steps;
     (void)keywords;
-    if (!PyArg_ParseTuple(arguments, "i(KK)O!O!", &device, &gemm, &set_math_mode, &PyTuple_Type, &alignments,
-                          &PyTuple_Type, &steps))
-        return NULL;
-    allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
-    program_t* program = (program_t*)allocate(type, 0);  /* zeroed */
-    if (!program) return NULL;
-    program->device = device;
-    if (fill(program, alignments, steps, gemm, set_math_mode)) {
-        Py_DecRef((PyObject*)program);
-        return NULL;
-    }
-    return (PyObject*)program;
+    return new_object(type, arguments, fill_program);
 }
 
 static void program_dealloc(PyObject* self) {
     program_t* program = (program_t*)self;
     for (int i = 0; i < program->step_count; ++i) {
         if (program->steps[i].kind != kLaunch) continue;
-        launch_t* one = &program->steps[i].of.launch;
-        PyMem_Free(one->name);
-        PyMem_Free(one->params);
-        PyMem_Free(one->pointers);
-        PyMem_Free(one->maps);
+        PyMem_Free(program->steps[i].of.launch.pointers);
+        PyMem_Free(program->steps[i].of.launch.maps);
     }
     PyMem_Free(program->steps);
-    PyMem_Free(program->alignments);
     if (program->retained) cuda.primary_release(program->device);
-    PyTypeObject* type = Py_TYPE(self);
-    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
-    Py_DecRef((PyObject*)type);
+    free_object(self);
 }
 
 /* Calls with tensors. */
@@ -500,7 +438,7 @@ typedef struct {
 static struct { replay_t* of[kMostReplays]; int count; unsigned long long runs; } replays;
 
 typedef struct {
-    PyObject_HEAD
+    object_t object;  /* all objects below are borrowed from its arguments */
     program_t* program;
     const exchange_t* exchange;
     int index;  /* torch's, of the program's device */
@@ -558,11 +496,11 @@ static void* forget(replay_t* one) {
     return graph;
 }
 
-/* Destroys graphs in relaxed mode, which other threads' captures allow and which leaves them unaffected. */
-static void destroy_graphs(void* const* graphs, int count) {
+/* Destroys a graph, or none, in relaxed mode, which other threads' captures allow and which leaves them unaffected. */
+static void destroy_graph(void* graph) {
     int mode = kRelaxed;
-    if (!count || cuda.exchange_capture_mode(&mode)) return;  /* it could spoil a capture: rather a leak */
-    for (int i = 0; i < count; ++i) cuda.replay_destroy(graphs[i]);
+    if (!graph || cuda.exchange_capture_mode(&mode)) return;  /* it could spoil a capture: rather a leak */
+    cuda.replay_destroy(graph);
     cuda.exchange_capture_mode(&mode);
 }
 
@@ -657,9 +595,9 @@ static int takes_graphs(const program_t* program, void* stream) {
 /* Enqueues a call's steps, by a graph if its addresses are known. */
 static int enqueue(call_t* call, const uint64_t* addresses, int count, void* stream, void* blas) {
     const program_t* program = call->program;
-    void *graph = NULL, *stale[2] = {NULL, NULL};
+    void *graph = NULL, *stale = NULL;
     replay_t* replay = NULL;
-    if (call->replayable && takes_graphs(program, stream)) replay = replay_of(call, addresses, count, &stale[0]);
+    if (call->replayable && takes_graphs(program, stream)) replay = replay_of(call, addresses, count, &stale);
     if (replay) graph = replay->graph;
     const int is_new = replay && !graph;
     int replayed = 0;
@@ -671,8 +609,8 @@ static int enqueue(call_t* call, const uint64_t* addresses, int count, void* str
     if (graph) replayed = cuda.replay(graph, stream) == 0;
     if (relaxed) cuda.exchange_capture_mode(&mode);
     if (!replayed) failure = run_steps(program, stream, blas, addresses);  /* which says what is wrong */
-    if (graph && !replayed) stale[1] = graph;
-    for (int i = 0; i < 2; ++i) destroy_graphs(&stale[i], stale[i] != NULL);
+    destroy_graph(stale);
+    if (!replayed) destroy_graph(graph);
     PyEval_RestoreThread(state);
     if (replay) {
         replay->busy = 0;
@@ -738,65 +676,49 @@ static PyObject* takes(PyObject* module, PyObject* capsule) {
     return Py_NewRef(exchange ? Py_True : Py_False);
 }
 
-static PyObject* call_new(PyTypeObject* type, PyObject* arguments, PyObject* keywords) {
-    PyObject *program, *capsule, *allocate, *outputs, *scratch, *device_of, *blas_of, *otherwise;
+static int fill_call(PyObject* self) {
+    call_t* call = (call_t*)self;
+    PyObject* capsule;
     const unsigned char* operands;
     Py_ssize_t operand_count;
-    int index;
-    (void)keywords;
-    if (!PyArg_ParseTuple(arguments, "O!OiOO!y#O(OO)O", program_type, &program, &capsule, &index, &allocate,
-                          &PyTuple_Type, &outputs, (const char**)&operands, &operand_count, &scratch, &device_of,
-                          &blas_of, &otherwise))
-        return NULL;
-    const exchange_t* exchange = exchange_of(capsule);
-    if (!exchange) return NULL;
-    const Py_ssize_t output_count = PyTuple_Size(outputs), made = output_count + (scratch != Py_None);
-    const int least = ((program_t*)program)->address_count;
-    if (made + operand_count < least || made + operand_count >= kMostAddresses)
-        return PyErr_Format(PyExc_ValueError, "outputs, operands and scratch memory must be %d to %d, got %zd", least,
-                            kMostAddresses - 1, made + operand_count);
-    allocfunc make = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
-    call_t* call = (call_t*)make(type, 0);
-    if (!call) return NULL;
-    call->program = (program_t*)Py_NewRef(program);
-    call->exchange = exchange;
-    call->index = index;
+    if (!PyArg_ParseTuple(call->object.arguments, "O!OiOO!y#O(OO)O", program_type, &call->program, &capsule,
+                          &call->index, &call->allocate, &PyTuple_Type, &call->outputs, &operands, &operand_count,
+                          &call->scratch, &call->device_of, &call->blas_of, &call->otherwise))
+        return -1;
+    if (!(call->exchange = exchange_of(capsule))) return -1;
+    const program_t* program = call->program;
+    const Py_ssize_t output_count = PyTuple_Size(call->outputs);
+    const Py_ssize_t count = output_count + operand_count + (call->scratch != Py_None);
+    if (count < program->address_count || count >= kMostAddresses)
+        return RAISE(PyExc_ValueError, "outputs, operands and scratch memory must be %d to %d, got %zd",
+                     program->address_count, kMostAddresses - 1, count);
     call->output_count = (int)output_count;
     call->operand_count = (int)operand_count;
     for (Py_ssize_t i = 0; i < operand_count; ++i) {
         call->operands[i] = operands[i];
         if (call->tensor_count <= operands[i]) call->tensor_count = operands[i] + 1;
     }
-    call->allocate = Py_NewRef(allocate);
-    call->outputs = Py_NewRef(outputs);
-    call->scratch = Py_NewRef(scratch);
-    call->device_of = Py_NewRef(device_of);
-    call->blas_of = Py_NewRef(blas_of);
-    call->otherwise = Py_NewRef(otherwise);
-    const program_t* of = call->program;
     call->attempts = kAttempts;
-    call->replayable = of->step_count > 1;
-    for (int i = 0; i < of->step_count; ++i) call->replayable &= of->steps[i].kind != kProduct;
-    return (PyObject*)call;
+    call->replayable = program->step_count > 1;
+    for (int i = 0; i < program->step_count; ++i) call->replayable &= program->steps[i].kind != kProduct;
+    return 0;
+}
+
+static PyObject* call_new(PyTypeObject* type, PyObject* arguments, PyObject* keywords) {
+    (void)keywords;
+    return new_object(type, arguments, fill_call);
 }
 
 static void call_dealloc(PyObject* self) {
     call_t* call = (call_t*)self;
-    void* graphs[kReplays];
-    int count = 0;
-    for (int i = 0; i < kReplays; ++i)
-        if ((graphs[count] = forget(&call->replays[i]))) ++count;
-    if (count) {
+    for (int i = 0; i < kReplays; ++i) {
+        void* graph = forget(&call->replays[i]);
+        if (!graph) continue;
         PyThreadState* state = PyEval_SaveThread();  /* what the driver waits for may want it */
-        destroy_graphs(graphs, count);
+        destroy_graph(graph);
         PyEval_RestoreThread(state);
     }
-    PyObject* held[] = {(PyObject*)call->program, call->allocate, call->outputs, call->scratch,
-                        call->device_of, call->blas_of, call->otherwise};
-    for (size_t i = 0; i < sizeof held / sizeof held[0]; ++i) Py_XDECREF(held[i]);
-    PyTypeObject* type = Py_TYPE(self);
-    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
-    Py_DecRef((PyObject*)type);
+    free_object(self);
 }
 
 static PyMethodDef program_methods[] = {

@@ -12,7 +12,7 @@
  * On an H100's host a key takes 9 to 13 us in a training step. Python took 17 to 35 us, since little of it stays in the
  * processor's caches there, and 9 us in a loop.
  */
-#include "tensors.h"
+#include "extension.h"
 
 #include <string.h>
 
@@ -23,9 +23,9 @@ static PyObject* names[kNames];
 
 enum { kModes, kLevels, kHasGrad, kHasAutocast, kCastTo, kPrecision, kArguments, kTensor, kHeld };
 typedef struct {
-    PyObject_HEAD
+    object_t object;
     const exchange_t* exchange;
-    PyObject* held[kHeld];
+    PyObject* held[kHeld];  /* borrowed from the arguments */
 } signatures_t;
 
 enum { kComplex = 5, kFloat32 = 1 << 16 | 32 << 8 | 2 };  /* DLPack's codes; the latter with bits and lanes */
@@ -141,28 +141,20 @@ static PyObject* of_gradient(PyObject* object, PyObject* const* arguments, Py_ss
     return key_of(&packed, arguments[3], precision_of(self, &packed), Py_None);
 }
 
-static PyObject* signatures_new(PyTypeObject* type, PyObject* arguments, PyObject* keywords) {
-    PyObject *capsule, *held[kHeld];
-    (void)keywords;
-    if (!PyArg_ParseTuple(arguments, "OO!OOOO(OO!)O", &capsule, &PyTuple_Type, &held[kModes], &held[kLevels],
-                          &held[kHasGrad], &held[kHasAutocast], &held[kCastTo], &held[kPrecision], &PyTuple_Type,
-                          &held[kArguments], &held[kTensor]))
-        return NULL;
-    const exchange_t* exchange = exchange_of(capsule);
-    if (!exchange) return NULL;
-    allocfunc make = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
-    signatures_t* self = (signatures_t*)make(type, 0);
-    if (!self) return NULL;
-    self->exchange = exchange;
-    for (int i = 0; i < kHeld; ++i) self->held[i] = Py_NewRef(held[i]);
-    return (PyObject*)self;
+static int fill(PyObject* object) {
+    signatures_t* self = (signatures_t*)object;
+    PyObject *capsule, **held = self->held;
+    if (!PyArg_ParseTuple(self->object.arguments, "OO!OOOO(OO!)O", &capsule, &PyTuple_Type, &held[kModes],
+                          &held[kLevels], &held[kHasGrad], &held[kHasAutocast], &held[kCastTo], &held[kPrecision],
+                          &PyTuple_Type, &held[kArguments], &held[kTensor]))
+        return -1;
+    self->exchange = exchange_of(capsule);
+    return self->exchange ? 0 : -1;
 }
 
-static void signatures_dealloc(PyObject* object) {
-    PyTypeObject* type = Py_TYPE(object);
-    for (int i = 0; i < kHeld; ++i) Py_XDECREF(((signatures_t*)object)->held[i]);
-    ((freefunc)PyType_GetSlot(type, Py_tp_free))(object);
-    Py_DecRef((PyObject*)type);
+static PyObject* signatures_new(PyTypeObject* type, PyObject* arguments, PyObject* keywords) {
+    (void)keywords;
+    return new_object(type, arguments, fill);
 }
 
 static PyMethodDef methods[] = {
@@ -170,7 +162,7 @@ static PyMethodDef methods[] = {
     {"of_gradient", (PyCFunction)(void (*)(void))of_gradient, METH_FASTCALL, "What its gradients are known by."},
     {NULL, NULL, 0, NULL}};
 static PyType_Slot slots[] = {
-    {Py_tp_new, signatures_new}, {Py_tp_dealloc, signatures_dealloc}, {Py_tp_methods, methods}, {0, NULL}};
+    {Py_tp_new, signatures_new}, {Py_tp_dealloc, free_object}, {Py_tp_methods, methods}, {0, NULL}};
 static PyType_Spec spec = {"gemmconv._extension.Signatures", sizeof(signatures_t), 0, Py_TPFLAGS_DEFAULT, slots};
 
 PyObject* make_signatures_type(void) {

@@ -1,5 +1,4 @@
-/* Reads tensors through DLPack's C exchange API, which torch has from 2.11 on, without torch's headers or the
- * interpreter. Declarations follow https://github.com/dmlc/dlpack, version 1.3. */
+/* What executor.c and signature.c share: Python's limited API, objects that are made and freed, and tensors. */
 #pragma once
 #ifndef Py_LIMITED_API
 #define Py_LIMITED_API 0x030a0000
@@ -7,6 +6,32 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <stdint.h>
+
+/* Sets an error with a formatted text; an expression of value -1. */
+#define RAISE(...) (PyErr_Format(__VA_ARGS__), -1)
+
+/* How each object of the extension begins. It holds the arguments that it was made of, and may borrow from them. */
+typedef struct { PyObject_HEAD PyObject* arguments; } object_t;
+
+/* A new object, all zeros but for what ``fill`` reads from its arguments. If that fails, the object is deallocated. */
+static inline PyObject* new_object(PyTypeObject* type, PyObject* arguments, int (*fill)(PyObject* self)) {
+    PyObject* self = PyType_GenericAlloc(type, 0);
+    if (!self) return NULL;
+    ((object_t*)self)->arguments = Py_NewRef(arguments);
+    if (!fill(self)) return self;
+    Py_DecRef(self);
+    return NULL;
+}
+
+static inline void free_object(PyObject* self) {
+    PyTypeObject* type = Py_TYPE(self);
+    Py_DecRef(((object_t*)self)->arguments);
+    PyObject_Free(self);
+    Py_DecRef((PyObject*)type);
+}
+
+/* DLPack's C exchange API, which torch has from 2.11 on, reads tensors without torch's headers or the interpreter. The
+ * declarations follow https://github.com/dmlc/dlpack, version 1.3. */
 
 typedef struct {
     void* data;
