@@ -143,7 +143,7 @@ def programs(monkeypatch):
         def run_and_keep(*addresses):
             lines.clear()
             answer = run(*addresses)
-            described = tuple(executor._described(step) for step in steps)
+            described = tuple(step.described() for step in steps)
             kept.append((tuple(alignments), described, addresses, answer, [*lines]))
             return answer
 

@@ -18,7 +18,7 @@ import torch
 from gemmconv.kernels.base import restrided
 from gemmconv.kernels.forms import Fit, Made, Tensors, completed, launches
 from gemmconv.kernels.program import At, Gemm, Launch, Program, Step, TensorMapSpec, Zero
-from gemmconv.runtime import executor, launch, pool
+from gemmconv.runtime import cublas, executor, launch, pool
 
 _REGION_BYTES = 256  # alignment of regions of scratch memory
 _MOST_BOUND = 64  # most calls that are cached, one for each combination of strides
@@ -87,8 +87,11 @@ def _lowered(
     if isinstance(step, Zero):
         return executor.Zero(place(At(step.tensor)), step.size)
     if isinstance(step, Gemm):
-        of = [executor.Matrices(place(one.at), one.dtype, one.leading, one.stride) for one in step.operands]
-        return executor.Gemm(step.extents, of, step.batch, step.transposed, step.tf32, step.accumulates)
+        a, b, c = ((one.dtype, one.leading, one.stride) for one in step.operands)
+        product = cublas.StridedBatchedGemm(
+            step.extents, a, b, c, step.batch, step.transposed, tf32=step.tf32, accumulates=step.accumulates
+        )
+        return executor.Gemm(product, [place(one.at) for one in step.operands])
     params, slots = step.laid_out(channels_last)
     pointers = [(offset, *place(slot)) for offset, slot in slots if isinstance(slot, At)]
     maps = [

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -18,7 +19,7 @@ from gemmconv.errors import KernelError
 
 Operand = tuple[torch.dtype, int, int]
 
-DATA_TYPE = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 14}  # cudaDataType
+_DATA_TYPE = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 14}  # cudaDataType
 _COMPUTE_32F, _COMPUTE_32F_FAST_TF32, _COMPUTE_64F = 68, 77, 70  # cublasComputeType_t
 _DISALLOW_REDUCED_PRECISION_REDUCTION = 16  # cublasMath_t: split-K sums stay in the compute type, not C's
 _GEMM_DEFAULT = -1  # cublasGemmAlgo_t
@@ -48,7 +49,7 @@ def library() -> Any:
     return found
 
 
-def handle() -> int:
+def _handle() -> int:
     """torch's cuBLAS handle for this thread, device and stream, with the default float32 mode and float32 sums.
 
     torch sets the mode each time that it takes the handle, so nothing that is set here outlives the call.
@@ -63,13 +64,6 @@ def addresses() -> tuple[int, int]:
     functions = library().cublasGemmStridedBatchedEx, library().cublasSetMathMode
     first, second = (ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions)
     return first, second
-
-
-def compute_type(dtype: torch.dtype, tf32: bool) -> int:
-    """The cublasComputeType_t of products with results of type ``dtype``."""
-    if dtype == torch.float64:
-        return _COMPUTE_64F
-    return _COMPUTE_32F_FAST_TF32 if tf32 else _COMPUTE_32F
 
 
 class StridedBatchedGemm:
@@ -96,20 +90,29 @@ class StridedBatchedGemm:
         transposed: tuple[bool, bool],
         *,
         tf32: bool,
-        accumulates: bool = False,
+        accumulates: bool,
     ) -> None:
-        scalar = ctypes.c_double if c[0] == torch.float64 else ctypes.c_float
-        self._alpha, self._beta = scalar(1.0), scalar(1.0 if accumulates else 0.0)
-        self._head = (*map(int, transposed), *extents, ctypes.addressof(self._alpha))
-        self._a, self._b, self._c = ((DATA_TYPE[dtype], *steps) for dtype, *steps in (a, b, c))
-        self._beta_address = ctypes.addressof(self._beta)
-        self._tail = (batch, compute_type(c[0], tf32), _GEMM_DEFAULT)
-        self._gemm = library().cublasGemmStridedBatchedEx
+        self._extents, self._transposed, self._batch = extents, transposed, batch
+        self._matrices = [(_DATA_TYPE[dtype], *steps) for dtype, *steps in (a, b, c)]
+        self._is_double, self._accumulates = c[0] == torch.float64, accumulates
+        self._compute_type = _COMPUTE_64F if self._is_double else _COMPUTE_32F_FAST_TF32 if tf32 else _COMPUTE_32F
+        self._scalars = ((ctypes.c_double if self._is_double else ctypes.c_float) * 2)(1, accumulates)
 
-    def __call__(self, a: int, b: int, c: int) -> None:
-        """Enqueue the product of the matrices at these device addresses on torch's current stream."""
-        operands = a, *self._a, b, *self._b, self._beta_address, c, *self._c
-        _check(self._gemm(handle(), *self._head, *operands, *self._tail), "cublasGemmStridedBatchedEx")
+    def described(self, places: Sequence[tuple[int, int]]) -> tuple[int, ...]:
+        """The numbers that csrc/executor.c parses, for operands at these places."""
+        operands = (number for pair in zip(places, self._matrices, strict=True) for one in pair for number in one)
+        how = self._batch, self._compute_type, self._is_double, self._accumulates
+        return *self._extents, *self._transposed, *operands, *how
+
+    def __call__(self, *addresses: int) -> None:
+        """Enqueue the product of A, B and C at these device addresses on torch's current stream."""
+        a, b, c = ((address, *one) for address, one in zip(addresses, self._matrices, strict=True))
+        alpha = ctypes.addressof(self._scalars)
+        beta = alpha + ctypes.sizeof(self._scalars) // 2
+        how = self._batch, self._compute_type, _GEMM_DEFAULT
+        gemm = library().cublasGemmStridedBatchedEx
+        status = gemm(_handle(), *self._transposed, *self._extents, alpha, *a, *b, beta, *c, *how)
+        _check(status, "cublasGemmStridedBatchedEx")
 
 
 def _check(status: int, call: str) -> None:

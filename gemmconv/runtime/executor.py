@@ -42,25 +42,37 @@ class Launch(NamedTuple):
     pointers: Sequence[tuple[int, int, int]]
     maps: Sequence[tuple[int, int, int, tuple[Any, ...]]]
 
+    def described(self) -> tuple[Any, ...]:
+        """The tuple that csrc/executor.c parses."""
+        shape = *self.grid, *self.block, self.shared_bytes, self.overlaps
+        maps = tuple((offset, *place, *tensor_map.described(*of)) for offset, *place, of in self.maps)
+        return 0, self.kernel.address, self.kernel.name, shape, self.params, tuple(self.pointers), maps
 
-class Matrices(NamedTuple):
-    """See :class:`gemmconv.kernels.program.Matrices`."""
-
-    place: Place
-    dtype: torch.dtype
-    leading: int
-    stride: int
+    def run(self, addresses: Sequence[int], device: torch.device) -> None:
+        """Enqueue it, for the executor in Python."""
+        params = (ctypes.c_char * len(self.params)).from_buffer_copy(self.params)
+        for offset, index, more in self.pointers:
+            # The null pointer of a missing bias stays one.
+            address = addresses[index]
+            ctypes.c_ulonglong.from_buffer(params, offset).value = address + more if address else 0
+        for offset, index, more, described in self.maps:
+            ctypes.memmove(ctypes.byref(params, offset), tensor_map.encode(addresses[index] + more, *described), 128)
+        self.kernel.launch(self.grid, self.block, params, self.shared_bytes, self.overlaps)
 
 
 class Gemm(NamedTuple):
-    """See :class:`gemmconv.kernels.program.Gemm`."""
+    """A product by cuBLAS, and where its operands A, B and C lie."""
 
-    extents: Extent3
-    operands: Sequence[Matrices]
-    batch: int
-    transposed: tuple[bool, bool]
-    tf32: bool
-    accumulates: bool
+    product: cublas.StridedBatchedGemm
+    places: Sequence[Place]
+
+    def described(self) -> tuple[int, ...]:
+        """See :meth:`Launch.described`."""
+        return 1, *self.product.described(self.places)
+
+    def run(self, addresses: Sequence[int], device: torch.device) -> None:
+        """See :meth:`Launch.run`."""
+        self.product(*(addresses[index] + more for index, more in self.places))
 
 
 class Zero(NamedTuple):
@@ -68,6 +80,16 @@ class Zero(NamedTuple):
 
     place: Place
     size: int
+
+    def described(self) -> tuple[int, ...]:
+        """See :meth:`Launch.described`."""
+        return 2, *self.place, self.size
+
+    def run(self, addresses: Sequence[int], device: torch.device) -> None:
+        """See :meth:`Launch.run`."""
+        index, more = self.place
+        if self.size:
+            launch.clear(addresses[index] + more, self.size, device)
 
 
 Step = Launch | Gemm | Zero
@@ -90,12 +112,13 @@ class Prepared(NamedTuple):
 
 def prepare(device: torch.device, alignments: Sequence[int], steps: Sequence[Step]) -> Prepared:
     """Prepare steps on a device; the first addresses must be multiples of ``alignments``."""
-    in_c = extension()
+    in_c, products = extension(), any(isinstance(step, Gemm) for step in steps)
+    if products:
+        cublas.library()  # raises its error now: no fallback guards a call
     if in_c is None or device.type != "cuda":
         return Prepared(_prepare_in_python(device, alignments, steps), None)
-    products = any(isinstance(step, Gemm) for step in steps)
     functions = cublas.addresses() if products else (0, 0)
-    program = in_c.Program(device.index, functions, tuple(alignments), tuple(_described(step) for step in steps))
+    program = in_c.Program(device.index, functions, tuple(alignments), tuple(step.described() for step in steps))
     index, device_of, stream_of = device.index, torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream
     blas_of, exchange = torch._C._cuda_getCurrentBlasHandle, exchange_of_tensors()
 
@@ -129,78 +152,14 @@ def _on_device(index: int, run: Run) -> Run:
     return run_on_device
 
 
-def _described(step: Step) -> tuple[Any, ...]:
-    """A step as the tuple that csrc/executor.c parses."""
-    if isinstance(step, Zero):
-        return (2, *step.place, step.size)
-    if isinstance(step, Gemm):
-        of = [(*one.place, cublas.DATA_TYPE[one.dtype], one.leading, one.stride) for one in step.operands]
-        compute = cublas.compute_type(step.operands[2].dtype, step.tf32)
-        double = step.operands[2].dtype == torch.float64
-        scalars = (compute, int(double), int(step.accumulates))
-        return (1, *step.extents, *map(int, step.transposed), *of[0], *of[1], *of[2], step.batch, *scalars)
-    maps = tuple((offset, *place, *tensor_map.described(*of)) for offset, *place, of in step.maps)
-    shape = (*step.grid, *step.block, step.shared_bytes, int(step.overlaps))
-    return 0, step.kernel.address, step.kernel.name, shape, step.params, tuple(step.pointers), maps
-
-
 def _prepare_in_python(device: torch.device, alignments: Sequence[int], steps: Sequence[Step]) -> Run:
-    does = [_PREPARE[type(step)](step, device) for step in steps]
-    index = device.index if device.type == "cuda" and torch.cuda.is_available() else None
-
     def run(*addresses: int) -> int:
         for i, alignment in enumerate(alignments):
             if addresses[i] % alignment:
                 return i + 1
-        for do in does:
-            do(addresses)
+        for step in steps:
+            step.run(addresses, device)
         return 0
 
-    return run if index is None else _on_device(index, run)
-
-
-def _prepare_launch(step: Launch, device: torch.device) -> Callable[[Sequence[int]], None]:
-    kernel, size = step.kernel, len(step.params)
-    shape, last = (step.grid, step.block), (step.shared_bytes, step.overlaps)
-
-    def do(addresses: Sequence[int]) -> None:
-        params = (ctypes.c_char * size).from_buffer_copy(step.params)
-        for offset, index, more in step.pointers:
-            # The null pointer of a missing bias stays one.
-            address = addresses[index]
-            ctypes.c_ulonglong.from_buffer(params, offset).value = address + more if address else 0
-        for offset, index, more, described in step.maps:
-            ctypes.memmove(ctypes.byref(params, offset), tensor_map.encode(addresses[index] + more, *described), 128)
-        kernel.launch(*shape, params, *last)
-
-    return do
-
-
-def _prepare_gemm(step: Gemm, device: torch.device) -> Callable[[Sequence[int]], None]:
-    a, b, c = ((one.dtype, one.leading, one.stride) for one in step.operands)
-    gemm = cublas.StridedBatchedGemm(
-        step.extents, a, b, c, step.batch, step.transposed, tf32=step.tf32, accumulates=step.accumulates
-    )
-    places = [one.place for one in step.operands]
-
-    def do(addresses: Sequence[int]) -> None:
-        gemm(*(addresses[index] + more for index, more in places))
-
-    return do
-
-
-def _prepare_zero(step: Zero, device: torch.device) -> Callable[[Sequence[int]], None]:
-    index, more = step.place
-
-    def do(addresses: Sequence[int]) -> None:
-        if step.size:
-            launch.clear(addresses[index] + more, step.size, device)
-
-    return do
-
-
-_PREPARE: dict[type, Callable[..., Callable[[Sequence[int]], None]]] = {
-    Launch: _prepare_launch,
-    Gemm: _prepare_gemm,
-    Zero: _prepare_zero,
-}
+    on_gpu = device.type == "cuda" and torch.cuda.is_available()
+    return _on_device(device.index, run) if on_gpu else run
