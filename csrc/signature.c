@@ -91,20 +91,18 @@ static int pack(const signatures_t* self, packed_t* packed, PyObject* object, in
     return 0;
 }
 
-/* The tuple of the packed bytes and two objects; takes the reference of the second. */
-static PyObject* key_of(const packed_t* packed, PyObject* first, PyObject* second, PyObject* precision) {
-    PyObject* bytes =
-        second ? PyBytes_FromStringAndSize((const char*)packed->words, packed->count * (Py_ssize_t)sizeof(uint64_t)) : NULL;
-    PyObject* key = bytes ? PyTuple_Pack(4, bytes, first, second, precision) : NULL;
-    Py_XDECREF(bytes);
-    Py_XDECREF(second);
-    return key;
-}
-
-/* torch's precision of float32, which nothing else depends on. */
-static PyObject* precision_of(const signatures_t* self, const packed_t* packed) {
+/* The tuple of the packed bytes, two objects, and torch's precision for float32, which no other type depends on. */
+static PyObject* key_of(const signatures_t* self, const packed_t* packed, PyObject* said, PyObject* cast_to) {
     const int is_float32 = (uint32_t)packed->words[0] == kFloat32;
-    return is_float32 ? PyObject_Call(self->held[kPrecision], self->held[kArguments], NULL) : Py_NewRef(Py_None);
+    PyObject* precision =
+        is_float32 ? PyObject_Call(self->held[kPrecision], self->held[kArguments], NULL) : Py_NewRef(Py_None);
+    if (!precision) return NULL;
+    const Py_ssize_t size = packed->count * (Py_ssize_t)sizeof *packed->words;
+    PyObject* bytes = PyBytes_FromStringAndSize((const char*)packed->words, size);
+    PyObject* key = bytes ? PyTuple_Pack(4, bytes, said, cast_to, precision) : NULL;
+    Py_XDECREF(bytes);
+    Py_DecRef(precision);
+    return key;
 }
 
 static PyObject* of_call(PyObject* object, PyObject* const* arguments, Py_ssize_t count) {
@@ -120,11 +118,9 @@ static PyObject* of_call(PyObject* object, PyObject* const* arguments, Py_ssize_
         other = pack(self, &packed, arguments[i], tracks * kTracks | (i ? casts * kCasts : 0));
     if (other) return other > 0 ? Py_NewRef(Py_None) : NULL;
     packed.words[0] |= (uint64_t)tracks << 48;
-    PyObject* precision = precision_of(self, &packed);
-    if (!precision) return NULL;
     PyObject* cast_to = casts ? PyObject_CallFunctionObjArgs(self->held[kCastTo], arguments[0], NULL) : Py_NewRef(Py_None);
-    PyObject* key = key_of(&packed, arguments[3], cast_to, precision);
-    Py_DecRef(precision);
+    PyObject* key = cast_to ? key_of(self, &packed, arguments[3], cast_to) : NULL;
+    Py_XDECREF(cast_to);
     return key;
 }
 
@@ -138,7 +134,7 @@ static PyObject* of_gradient(PyObject* object, PyObject* const* arguments, Py_ss
     if (!other) other = is_in_a_mode(self);
     for (int i = 0; i < kTensors && !other; ++i) other = pack(self, &packed, arguments[i], 0);
     if (other) return other > 0 ? Py_NewRef(Py_None) : NULL;
-    return key_of(&packed, arguments[3], precision_of(self, &packed), Py_None);
+    return key_of(self, &packed, arguments[3], Py_None);
 }
 
 static int fill(PyObject* object) {

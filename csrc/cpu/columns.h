@@ -21,7 +21,7 @@ TARGET static void col2im_rows(void* context, i64 item, int worker) {
     real sum[kPart];
     for (i64 oh = first; oh < MIN(call->rows[1], first + kItemRows); ++oh)
         for (i64 ow = 0; ow < p->out[1]; ow = (ow + 1) % stride ? ow + 1 : ow + 1 + (kPart - 1) * stride) {
-            const i64 count = MIN(kPart, (p->out[1] - ow + stride - 1) / stride);  /* ow, ow + S, ow + 2*S, ... */
+            const i64 count = MIN(kPart, CEIL_DIV(p->out[1] - ow, stride));  /* ow, ow + S, ow + 2*S, ... */
             for (i64 i = 0; i < count; ++i) sum[i] = added;
             for (i64 kh = 0; kh < p->kernel[0]; ++kh) {
                 const i64 reach = oh + p->padding[0] - kh * p->dilation[0], ih = reach / p->stride[0];
@@ -64,7 +64,7 @@ TARGET static void col2im(const layer_t* p, const void* columns, const void* bia
     columns_call_t call = {p, columns, bias, image, ring, rows};
     const size_t itemsize = p->kind ? 2 : sizeof(real);
     if (!rows[0]) advise_huge_pages(image, (size_t)(p->c_out * p->out[0] * p->out[1]) * itemsize);
-    parallel_for(p->c_out * ((rows[1] - rows[0] + kItemRows - 1) / kItemRows), threads, col2im_rows, &call);
+    parallel_for(p->c_out * CEIL_DIV(rows[1] - rows[0], kItemRows), threads, col2im_rows, &call);
 }
 
 TARGET static void im2col(const layer_t* p, const void* image, void* columns, const i64* rows, int threads) {

@@ -45,7 +45,7 @@ TARGET static int stage(const view_t* view, const void* source, i64 channel, i64
         next = MIN(start + count, (row + 1) * view->pitch[2]);
         for (i64 class = 0; class < classes; ++class) {
             const i64 depth = d * step[0] + class / step[2] / step[1], height = h * step[1] + class / step[2] % step[1];
-            const i64 c = class % step[2], cells = (view->size[2] - c + step[2] - 1) / step[2];
+            const i64 c = class % step[2], cells = CEIL_DIV(view->size[2] - c, step[2]);
             const int inside = row >= 0 && image < view->batch && depth < view->size[0] && height < view->size[1];
             const i64 taken = inside ? MAX(0, MIN(next - cell, cells - first)) : 0;
             const i64 from = image * view->stride[kImage] + channel * view->stride[kChannel] + depth * stride[0] +
@@ -104,7 +104,7 @@ TARGET static void store_cells(const conv_t* p, i64 job, i64 channel, i64 channe
 
 /* Packed weights of a block of one product, and where those of a product begin. */
 INLINE i64 packed_values(const conv_t* p, i64 first, i64 last) {
-    return (p->rows + kRows - 1) / kRows * kRows * p->source.channels * (p->first[last] - p->first[first]);
+    return CEIL_DIV(p->rows, kRows) * kRows * p->source.channels * (p->first[last] - p->first[first]);
 }
 INLINE i64 packed_at(const conv_t* p, i64 product) { return p->blocks * packed_values(p, 0, product); }
 

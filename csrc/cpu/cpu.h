@@ -10,6 +10,10 @@
 
 typedef int64_t i64;
 
+#define MIN(a, b) ((a) < (b) ? (a) : (b))
+#define MAX(a, b) ((a) > (b) ? (a) : (b))
+#define CEIL_DIV(a, b) (((a) + (b) - 1) / (b))
+
 enum { kWide, kBfloat16, kFloat16 };  /* element type: float32 or float64, whichever sums are kept in, or 16 bits */
 enum { kImage, kChannel, kAxis };     /* strides: of images, of channels, then of the three axes */
 

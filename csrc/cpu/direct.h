@@ -19,8 +19,8 @@ typedef struct { i64 first, last, origin; } reach_t;
 
 INLINE reach_t reach_of(const layer_t* p, int axis, i64 k) {
     const i64 stride = p->stride[axis], origin = k * p->dilation[axis] - p->padding[axis];
-    const i64 first = origin < 0 ? (-origin + stride - 1) / stride : 0, left = p->out[axis] - origin;
-    return (reach_t){first, left > 0 ? MIN(p->size[axis], (left + stride - 1) / stride) : 0, origin};
+    const i64 first = origin < 0 ? CEIL_DIV(-origin, stride) : 0, left = p->out[axis] - origin;
+    return (reach_t){first, left > 0 ? MIN(p->size[axis], CEIL_DIV(left, stride)) : 0, origin};
 }
 
 /* output[o] = bias + sum over channels and taps of weight * input[i] */

@@ -69,7 +69,7 @@ TARGET static void product(i64 blocks, i64 rows, i64 count, i64 entries, i64 cha
             for (i64 block = 0; block < blocks; ++block)
                 for (i64 row = 0; row < rows; row += kRows) {
                     const real* terms = weight + block * weight_step + (row * channels + c * kRows) * entries;
-                    tile_of(MIN(kRows, rows - row), MIN(kVectors, (count - j + kLanes - 1) / kLanes), entries,
+                    tile_of(MIN(kRows, rows - row), MIN(kVectors, CEIL_DIV(count - j, kLanes)), entries,
                             MIN(step, channels - c), terms, planes + c * plane_step + j, at, plane_step,
                             sums + block * sums_step + row * ld + j, ld, c == 0);
                 }

@@ -34,7 +34,7 @@ void parallel_for(i64 items, int threads, work_t work, void* context) {
 
 /* Large memory is new from the system in each call, and its page faults take most of the time. */
 void advise_huge_pages(void* start, size_t bytes) {
-    const uintptr_t page = 1 << 21, begin = ((uintptr_t)start + page - 1) / page * page;
+    const uintptr_t page = 1 << 21, begin = CEIL_DIV((uintptr_t)start, page) * page;
     const uintptr_t end = ((uintptr_t)start + bytes) / page * page;
     if (bytes >= 32u << 20 && end > begin) madvise((void*)begin, end - begin, MADV_HUGEPAGE);
 }
@@ -66,7 +66,7 @@ typedef struct { const word_t* words; i64 count; _Atomic uint64_t sum; } checksu
 static void checksum_item(void* context, i64 item, int worker) {
     checksum_t* call = context;
     const word_t* words = call->words + item * kChecked;
-    const i64 left = call->count - item * kChecked, count = left < kChecked ? left : kChecked;
+    const i64 left = call->count - item * kChecked, count = MIN(left, kChecked);
     uint64_t sums[8] = {0}, sums_of_sums[8] = {0}, all = 0;  /* as Fletcher's: what is moved changes it too */
     for (i64 i = 0; i < count; ++i) {  /* a product of a word's halves: signs alone, of two values, do not cancel */
         const uint64_t word = words[i] ^ (0x9e3779b97f4a7c15u * (uint64_t)(i % 8 + 1));
@@ -82,6 +82,6 @@ __attribute__((visibility("default"))) uint64_t gemmconv_cpu_checksum(const void
     checksum_t call = {.words = start, .count = bytes / 8};
     uint64_t rest = 0;
     memcpy(&rest, (const char*)start + call.count * 8, (size_t)(bytes % 8));
-    parallel_for((call.count + kChecked - 1) / kChecked, threads, checksum_item, &call);
+    parallel_for(CEIL_DIV(call.count, kChecked), threads, checksum_item, &call);
     return call.sum + rest * 0xd6e8feb86659fd93u;
 }

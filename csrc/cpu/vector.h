@@ -23,15 +23,9 @@ enum { kVectorBytes = 16, kRows = 4, kDotColumns = 3 };
 #endif
 #define INLINE TARGET static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 16")
-#define MIN(a, b) ((a) < (b) ? (a) : (b))
-#define MAX(a, b) ((a) > (b) ? (a) : (b))
 
 typedef REAL real;
-#ifdef REAL_IS_DOUBLE
-typedef i64 lane_t;
-#else
-typedef int32_t lane_t;
-#endif
+typedef __typeof__(_Generic((real)0, double: (i64)0, float: (int32_t)0)) lane_t;
 enum { kVectors = 3, kDotRows = 4, kLanes = kVectorBytes / sizeof(real), kTile = kVectors * kLanes, kLongestSum = 256 };
 typedef real vec __attribute__((vector_size(kVectorBytes), aligned(sizeof(real)), may_alias));
 typedef lane_t lanes __attribute__((vector_size(kVectorBytes)));

@@ -20,7 +20,6 @@ typedef struct {
 enum { kSummed = 4096 };  /* values of the gradient of an item that adds up slices */
 
 INLINE i64 gradient_values(const wgrad_t* p) { return p->groups * p->input.channels * p->grad.channels * p->taps; }
-INLINE i64 blocks_of(i64 channels, i64 block) { return (channels + block - 1) / block; }
 
 /* sums[i][j] = sum over cells of inputs[i] * grads[j] */
 TARGET static void dots(const real* const* inputs, const real* const* grads, i64 count,
@@ -53,8 +52,8 @@ TARGET static void wgrad_item(void* context, i64 item, int worker) {
     const wgrad_t* p = call->p;
     view_t input = p->input, grad = p->grad;
     const i64 reach = p->high - p->low;
-    const i64 blocks = blocks_of(input.channels, p->input_block), rest = item / p->slices / blocks;
-    const i64 grad_blocks = blocks_of(grad.channels, p->grad_block), group = rest / grad_blocks;
+    const i64 blocks = CEIL_DIV(input.channels, p->input_block), rest = item / p->slices / blocks;
+    const i64 grad_blocks = CEIL_DIV(grad.channels, p->grad_block), group = rest / grad_blocks;
     const i64 first_input = item / p->slices % blocks * p->input_block, first_grad = rest % grad_blocks * p->grad_block;
     const i64 input_channel = group * input.channels + first_input, row = grad.channels * p->taps;
     const i64 grad_channel = group * grad.channels + first_grad, slice = item % p->slices;
@@ -100,8 +99,8 @@ TARGET static void sum_slices(void* context, i64 item, int worker) {
 TARGET static int wgrad(const wgrad_t* p, const void* input, const void* grad, void* gradient, void* partials,
                         void* scratch, i64 bytes, int threads) {
     wgrad_call_t call = {p, input, grad, gradient, partials, scratch, bytes, 0};
-    const i64 blocks = blocks_of(p->input.channels, p->input_block) * blocks_of(p->grad.channels, p->grad_block);
+    const i64 blocks = CEIL_DIV(p->input.channels, p->input_block) * CEIL_DIV(p->grad.channels, p->grad_block);
     parallel_for(p->groups * blocks * p->slices, threads, wgrad_item, &call);
-    if (partials != gradient) parallel_for(blocks_of(gradient_values(p), kSummed), threads, sum_slices, &call);
+    if (partials != gradient) parallel_for(CEIL_DIV(gradient_values(p), kSummed), threads, sum_slices, &call);
     return call.bad;
 }

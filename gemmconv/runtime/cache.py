@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import warnings
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 
 from cuda.core.utils import FileStreamProgramCache
@@ -25,11 +25,9 @@ class KernelCache:
     """
 
     def __init__(self, path: Path | None) -> None:
-        self._where = f"the kernel cache{'' if path is None else f' {path}'}"
         self._warned = False
         self._path = path
         self._files: FileStreamProgramCache | None = None
-        self._limited: FileStreamProgramCache | None = None
         if path is None:
             self._warn("its folder is in a home directory, and there is none")
             return
@@ -59,18 +57,22 @@ class KernelCache:
         if self._files is None:
             return
         try:
-            if self._limited is None:
-                self._limited = FileStreamProgramCache(self._path, max_size_bytes=_MAX_BYTES)
             self._limited[key] = hashlib.sha256(value).digest() + value
         except OSError as error:
             if error.errno not in _FOR_READING_ALONE:
                 self._warn(error)
 
+    @cached_property
+    def _limited(self) -> FileStreamProgramCache:
+        """The files for writing, which deletes those that were read longest ago if all exceed the limit."""
+        return FileStreamProgramCache(self._path, max_size_bytes=_MAX_BYTES)
+
     def _warn(self, error: object) -> None:
         if not self._warned:
             self._warned = True
+            where = f"the kernel cache{'' if self._path is None else f' {self._path}'}"
             warnings.warn(
-                f"gemmconv: {self._where} cannot be used ({error}); kernels are compiled anew in each process; set "
+                f"gemmconv: {where} cannot be used ({error}); kernels are compiled anew in each process; set "
                 "GEMMCONV_CACHE_DIR to a folder that can be written",
                 RuntimeWarning,
                 stacklevel=2,

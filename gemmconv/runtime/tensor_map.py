@@ -8,6 +8,7 @@ from functools import lru_cache
 
 from cuda.bindings import driver
 
+_Axes = Sequence[int]
 _Opaque = ctypes.c_ulonglong * 16
 _TYPES = {2: 1, 4: 2}  # CUtensorMapDataType: UINT16, UINT32
 _PROMOTIONS = {128: 2, 256: 3}  # CUtensorMapL2promotion, of lines of the L2 cache
@@ -18,12 +19,12 @@ _SWIZZLES = {64: 2, 128: 3}  # CUtensorMapSwizzle, of lines of so many bytes; 0 
 def encode(
     address: int,
     itemsize: int,
-    sizes: Sequence[int],
-    strides: Sequence[int],
-    box: Sequence[int],
-    steps: Sequence[int],
+    sizes: _Axes,
+    strides: _Axes,
+    box: _Axes,
+    steps: _Axes,
     swizzled: bool,
-    fetched: int = 256,
+    fetched: int,
 ) -> ctypes.Array[ctypes.c_ulonglong]:
     """The map of a tensor and of the boxes that are copied from it; ``tensor_map_t`` in C++.
 
@@ -63,13 +64,7 @@ def encode(
 
 
 def described(
-    itemsize: int,
-    sizes: Sequence[int],
-    strides: Sequence[int],
-    box: Sequence[int],
-    steps: Sequence[int],
-    swizzled: bool,
-    fetched: int = 256,
+    itemsize: int, sizes: _Axes, strides: _Axes, box: _Axes, steps: _Axes, swizzled: bool, fetched: int
 ) -> tuple[int, ...]:
     """The arguments of :func:`encode` as csrc/executor.c takes them: the driver's numbers, and boxes times steps."""
     boxes = [size * step for size, step in zip(box, steps, strict=True)]
