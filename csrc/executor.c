@@ -169,7 +169,7 @@ static failure_t fill_params(const step_t* step, const uint64_t* addresses, unsi
                                             map->steps, 0, map->swizzle, map->promotion, 0);
         if (status) return (failure_t){"a tensor map was refused", step, status, 0};
     }
-    return (failure_t){NULL, NULL, 0, 0};
+    return (failure_t){0};
 }
 
 static failure_t run_launch(const step_t* step, void* stream, const uint64_t* addresses) {
@@ -198,7 +198,7 @@ static failure_t run_product(const program_t* program, const step_t* step, void*
 }
 
 static failure_t run_steps(const program_t* program, void* stream, void* blas, const uint64_t* addresses) {
-    failure_t failure = {NULL, NULL, 0, 0};
+    failure_t failure = {0};
     if (blas && program->set_math_mode) {
         failure = (failure_t){"cublasSetMathMode failed", NULL,
                               program->set_math_mode(blas, kDisallowReducedPrecisionReduction), 1};
@@ -442,8 +442,10 @@ typedef struct {
     program_t* program;
     const exchange_t* exchange;
     int index;  /* torch's, of the program's device */
-    int output_count, operand_count, tensor_count;  /* the last as many as operands name at least */
-    unsigned char operands[kMostAddresses];  /* which tensor of the call each of them is */
+    const unsigned char* operands;  /* which tensor of the call each of them is */
+    Py_ssize_t output_count, operand_count;
+    Py_ssize_t count;  /* of addresses: outputs, operands and, if there is any, scratch memory */
+    Py_ssize_t tensor_count;  /* as many as operands name at least */
     PyObject *allocate, *outputs, *scratch;  /* a function, tuples of its arguments, one of them or None */
     PyObject *device_of, *blas_of;  /* functions: torch's current device, and its cuBLAS handle, or None */
     PyObject* otherwise;
@@ -478,13 +480,10 @@ static int address_of(const call_t* call, PyObject* object, uint64_t* address) {
     return 0;
 }
 
-static PyObject* run_otherwise(const call_t* call, PyObject* const* tensors, Py_ssize_t count) {
-    PyObject* arguments = PyTuple_New(count);
-    if (!arguments) return NULL;
-    for (Py_ssize_t i = 0; i < count; ++i) PyTuple_SetItem(arguments, i, Py_NewRef(tensors[i]));
-    PyObject* result = PyObject_Call(call->otherwise, arguments, NULL);
-    Py_DecRef(arguments);
-    return result;
+static PyObject* tuple_of(PyObject* const* objects, Py_ssize_t count) {
+    PyObject* tuple = PyTuple_New(count);
+    for (Py_ssize_t i = 0; tuple && i < count; ++i) PyTuple_SetItem(tuple, i, Py_NewRef(objects[i]));
+    return tuple;
 }
 
 /* Empties a slot; the caller has to destroy the graph that it returns. */
@@ -516,12 +515,13 @@ static int make_room(void** stale) {
 }
 
 /* The replay of a call with these addresses, marked busy; NULL if the call has to run step by step. */
-static replay_t* replay_of(call_t* call, const uint64_t* addresses, int count, void** stale) {
+static replay_t* replay_of(call_t* call, const uint64_t* addresses, void** stale) {
+    const size_t size = (size_t)call->count * sizeof *addresses;
     replay_t* oldest = NULL;
     ++call->runs, ++replays.runs;
     for (int i = 0; i < kReplays; ++i) {
         replay_t* one = &call->replays[i];
-        if (one->uses && memcmp(one->addresses, addresses, (size_t)count * sizeof *addresses) == 0) {
+        if (one->uses && memcmp(one->addresses, addresses, size) == 0) {
             one->last = call->runs;
             if (one->busy) return NULL;
             if (!one->graph && (++one->uses <= kUsesBefore || !call->attempts || !make_room(stale))) return NULL;
@@ -536,7 +536,7 @@ static replay_t* replay_of(call_t* call, const uint64_t* addresses, int count, v
     if (oldest) {
         *stale = forget(oldest);
         oldest->uses = 1, oldest->last = call->runs;
-        memcpy(oldest->addresses, addresses, (size_t)count * sizeof *addresses);
+        memcpy(oldest->addresses, addresses, size);
     }
     return NULL;
 }
@@ -593,15 +593,15 @@ static int takes_graphs(const program_t* program, void* stream) {
 }
 
 /* Enqueues a call's steps, by a graph if its addresses are known. */
-static int enqueue(call_t* call, const uint64_t* addresses, int count, void* stream, void* blas) {
+static int enqueue(call_t* call, const uint64_t* addresses, void* stream, void* blas) {
     const program_t* program = call->program;
     void *graph = NULL, *stale = NULL;
     replay_t* replay = NULL;
-    if (call->replayable && takes_graphs(program, stream)) replay = replay_of(call, addresses, count, &stale);
+    if (call->replayable && takes_graphs(program, stream)) replay = replay_of(call, addresses, &stale);
     if (replay) graph = replay->graph;
     const int is_new = replay && !graph;
     int replayed = 0;
-    failure_t failure = {NULL, NULL, 0, 0};
+    failure_t failure = {0};
     PyThreadState* state = PyEval_SaveThread();
     int mode = kRelaxed;
     const int relaxed = is_new && cuda.exchange_capture_mode(&mode) == 0;  /* what is new may take memory */
@@ -624,18 +624,18 @@ static int enqueue(call_t* call, const uint64_t* addresses, int count, void* str
 /* Allocates, takes addresses and enqueues; ``made`` gets outputs and scratch memory. Returns 1 if the fallback must run. */
 static int run_call(call_t* call, PyObject* const* tensors, PyObject** made) {
     const program_t* program = call->program;
-    const int outputs = call->output_count, operands = call->operand_count;
+    const Py_ssize_t outputs = call->output_count, operands = call->operand_count;
     uint64_t addresses[kMostAddresses] = {0}, device, blas = 0;
     context_t current = NULL;
     void* stream = NULL;
     if (ask(call->device_of, &device)) return -1;
     if (device != (uint64_t)call->index || cuda.get_current(&current) || current != program->context) return 1;
-    for (int i = 0; i < operands; ++i) {
+    for (Py_ssize_t i = 0; i < operands; ++i) {
         PyObject* tensor = tensors[call->operands[i]];
         if (tensor != Py_None && address_of(call, tensor, &addresses[outputs + i])) return -1;
     }
     if (misaligned(program, addresses)) return 1;  /* outputs may begin anywhere, and do at multiples of 256 */
-    for (int i = 0; i < outputs; ++i) {
+    for (Py_ssize_t i = 0; i < outputs; ++i) {
         made[i] = PyObject_Call(call->allocate, PyTuple_GetItem(call->outputs, i), NULL);
         if (!made[i] || address_of(call, made[i], &addresses[i])) return -1;
     }
@@ -645,23 +645,22 @@ static int run_call(call_t* call, PyObject* const* tensors, PyObject** made) {
     }
     if (call->exchange->current_stream(kCuda, call->index, &stream)) return refused("torch named no stream");
     if (call->blas_of != Py_None && ask(call->blas_of, &blas)) return -1;
-    const int count = outputs + operands + (call->scratch != Py_None);
-    return enqueue(call, addresses, count, stream, (void*)(uintptr_t)blas);
+    return enqueue(call, addresses, stream, (void*)(uintptr_t)blas);
 }
 
 static PyObject* call_run(PyObject* self, PyObject* const* tensors, Py_ssize_t count) {
     call_t* call = (call_t*)self;
-    const int outputs = call->output_count;
     if (count < call->tensor_count)
-        return PyErr_Format(PyExc_TypeError, "run takes %d tensors or None, got %zd", call->tensor_count, count);
+        return PyErr_Format(PyExc_TypeError, "run takes %zd tensors or None, got %zd", call->tensor_count, count);
     PyObject *made[kMostAddresses] = {NULL}, *result = NULL;
     const int status = run_call(call, tensors, made);
-    if (status == 0) {
-        result = outputs == 1 ? Py_NewRef(made[0]) : PyTuple_New(outputs);
-        for (int i = 0; result && outputs != 1 && i < outputs; ++i) PyTuple_SetItem(result, i, Py_NewRef(made[i]));
-    }
-    for (int i = 0; i <= outputs; ++i) Py_XDECREF(made[i]);
-    return status == 1 ? run_otherwise(call, tensors, count) : result;
+    if (status == 0) result = call->output_count == 1 ? Py_NewRef(made[0]) : tuple_of(made, call->output_count);
+    for (Py_ssize_t i = 0; i <= call->output_count; ++i) Py_XDECREF(made[i]);
+    if (status != 1) return result;
+    PyObject* arguments = tuple_of(tensors, count);
+    result = arguments ? PyObject_Call(call->otherwise, arguments, NULL) : NULL;
+    Py_XDECREF(arguments);
+    return result;
 }
 
 static PyObject* count_replays(PyObject* module, PyObject* nothing) {
@@ -679,25 +678,19 @@ static PyObject* takes(PyObject* module, PyObject* capsule) {
 static int fill_call(PyObject* self) {
     call_t* call = (call_t*)self;
     PyObject* capsule;
-    const unsigned char* operands;
-    Py_ssize_t operand_count;
     if (!PyArg_ParseTuple(call->object.arguments, "O!OiOO!y#O(OO)O", program_type, &call->program, &capsule,
-                          &call->index, &call->allocate, &PyTuple_Type, &call->outputs, &operands, &operand_count,
-                          &call->scratch, &call->device_of, &call->blas_of, &call->otherwise))
+                          &call->index, &call->allocate, &PyTuple_Type, &call->outputs, &call->operands,
+                          &call->operand_count, &call->scratch, &call->device_of, &call->blas_of, &call->otherwise))
         return -1;
     if (!(call->exchange = exchange_of(capsule))) return -1;
     const program_t* program = call->program;
-    const Py_ssize_t output_count = PyTuple_Size(call->outputs);
-    const Py_ssize_t count = output_count + operand_count + (call->scratch != Py_None);
-    if (count < program->address_count || count >= kMostAddresses)
+    call->output_count = PyTuple_Size(call->outputs);
+    call->count = call->output_count + call->operand_count + (call->scratch != Py_None);
+    if (call->count < program->address_count || call->count >= kMostAddresses)
         return RAISE(PyExc_ValueError, "outputs, operands and scratch memory must be %d to %d, got %zd",
-                     program->address_count, kMostAddresses - 1, count);
-    call->output_count = (int)output_count;
-    call->operand_count = (int)operand_count;
-    for (Py_ssize_t i = 0; i < operand_count; ++i) {
-        call->operands[i] = operands[i];
-        if (call->tensor_count <= operands[i]) call->tensor_count = operands[i] + 1;
-    }
+                     program->address_count, kMostAddresses - 1, call->count);
+    for (Py_ssize_t i = 0; i < call->operand_count; ++i)
+        if (call->tensor_count <= call->operands[i]) call->tensor_count = call->operands[i] + 1;
     call->attempts = kAttempts;
     call->replayable = program->step_count > 1;
     for (int i = 0; i < program->step_count; ++i) call->replayable &= program->steps[i].kind != kProduct;
