@@ -54,7 +54,7 @@ def checked(tmp_path_factory):
     """checked(name, ...) runs one of tests/executor_checks.py."""
     folder = tmp_path_factory.mktemp("executor")
     common = [COMPILER, "-std=c11", "-O2", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC"]
-    of_executor = "csrc/executor.c", "csrc/signature.c"
+    of_executor = "csrc/executor.c", "csrc/call.c", "csrc/signature.c"
     for sources, target in ((of_executor, "_extension.so"), (("tests/fake_driver.c",), "libcuda.so.1")):
         sources = [ROOT / source for source in sources]
         command = [*common, f"-I{HEADERS}", *sources, "-o", folder / target, "-ldl", "-lpthread"]
