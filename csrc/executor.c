@@ -165,9 +165,8 @@ static PyObject* program_run(PyObject* self, PyObject* const* arguments, Py_ssiz
  * bits, as the assertions above say. */
 
 static void* zeroed(size_t count, size_t size) {
-    void* memory = PyMem_Malloc(count * size + 1);
-    if (!memory) return PyErr_NoMemory();
-    return memset(memory, 0, count * size + 1);
+    void* memory = PyMem_Calloc(count, size);
+    return memory ? memory : PyErr_NoMemory();
 }
 
 /* Checks the index of a place, and counts it among the addresses that a call must give. */

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import logging
 import re
 import time
@@ -107,6 +106,7 @@ def cancelling() -> Iterator[None]:
 
 
 def _options(source_name: str, macros: Macros, arch: str) -> ProgramOptions:
+    status, *version = nvrtc.nvrtcVersion()
     return ProgramOptions(
         name=source_name,
         arch=arch,
@@ -114,16 +114,10 @@ def _options(source_name: str, macros: Macros, arch: str) -> ProgramOptions:
         define_macro=[(name, str(value)) for name, value in sorted(macros.items())],
         device_as_default_execution_space=True,  # lambdas are device functions
         minimal=True,  # skips declarations of textures and the like, which take time to parse
-        no_cache=_has_driver_cache(),
+        # From 12.9 on NVRTC uses the driver's cache: code would be stored twice, and hits there have no log.
+        no_cache=not status and version >= [12, 9],
         ptxas_options=["-v"],
     )
-
-
-@functools.cache
-def _has_driver_cache() -> bool:
-    """Whether NVRTC uses the driver's cache: code would be stored twice, and hits there have no log."""
-    status, *version = nvrtc.nvrtcVersion()
-    return not status and version >= [12, 9]
 
 
 def _key(source: str, options: ProgramOptions) -> bytes:

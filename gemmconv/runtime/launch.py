@@ -31,7 +31,7 @@ class _Thread(threading.local):
     """State of the current thread."""
 
     def __init__(self) -> None:
-        self.devices: frozenset[int] = frozenset()  # devices whose contexts were set in it
+        self.devices: set[int] = set()  # devices whose contexts were set in it
         self.configs: dict[tuple[Extent3, Extent3, int], Any] = {}  # cached configurations of overlapping launches
 
 
@@ -104,7 +104,7 @@ def make_current(device_index: int) -> None:
     """
     if device_index not in _thread.devices:
         Device(device_index).set_current()
-        _thread.devices |= {device_index}
+        _thread.devices.add(device_index)
 
 
 def _overlapping(grid: Extent3, block: Extent3, shared_bytes: int) -> Any:
