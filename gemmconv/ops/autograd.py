@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from gemmconv.dispatch import are_dense, in_a_mode
+from gemmconv.dispatch import are_dense, as_plain, in_a_mode
 from gemmconv.kernels.base import Pass, strides_of, with_strides
 from gemmconv.kernels.program import Launch
 from gemmconv.ops.ahead import compile_in_background, launches_of
@@ -33,7 +33,6 @@ from gemmconv.ops.schemas import (
     checked_problem,
     memory_format,
     register,
-    with_plain_tensors,
     without_data,
 )
 from gemmconv.ops.transforms import (
@@ -116,7 +115,7 @@ class Backward(NamedTuple):
         of_input, of_weight, of_bias = needs
         if not (of_input or of_weight):
             return lambda grad, input, weight: (None, None, bias_gradient(grad) if of_bias else None)
-        one = prepare_call(*self._operator(grad, input, weight, needs, dtype))
+        one = prepare_call(*self.operator_call(grad, input, weight, needs, dtype))
         if of_input and of_weight:
             return one if of_bias else lambda grad, input, weight: (*one(grad, input, weight), None)
         if of_input and of_bias:
@@ -127,16 +126,13 @@ class Backward(NamedTuple):
             return lambda grad, input, weight: (None, *one(grad, input))
         return lambda grad, input, weight: (None, one(grad, input), None)
 
-    def launches(
-        self, grad: Tensor, input: Any, weight: Any, needs: Needs, dtype: torch.dtype | None = None
-    ) -> list[Launch]:
-        """The launches of the call that :meth:`prepare` prepares; tensors may be without data."""
-        return launches_of(*self._operator(grad, input, weight, needs, dtype)) if any(needs[:2]) else []
-
-    def _operator(
+    def operator_call(
         self, grad: Tensor, input: Any, weight: Any, needs: Needs, dtype: torch.dtype | None
     ) -> tuple[Pass, Tensors, Any, Arguments, CallForm]:
-        """The arguments of :func:`prepare_call` for the operator that computes the needed gradients."""
+        """The arguments of :func:`prepare_call` for the operator that computes the needed gradients.
+
+        Some gradient of input or weight must be needed. Tensors may be without data.
+        """
         of_input, of_weight, of_bias = needs
         form = CallForm(self._weight_format() if of_weight else None, of_bias, dtype)
         if of_input and of_weight:
@@ -167,7 +163,9 @@ def compile_ahead(tensors: Tensors, options: Arguments, dtype: torch.dtype | Non
             problem = checked_problem("conv_transpose2d", (input, weight, bias), None, options)
             strides = strides_of(problem.output_shape, memory_format(input, weight))
             grad = WithoutData.of(problem.output_shape, strides, input.dtype, input.device)
-            return backward.launches(grad, input, weight, needs, dtype)
+            if not (of_input or of_weight):
+                return []
+            return launches_of(*backward.operator_call(grad, input, weight, needs, dtype))
 
         return launches
 
@@ -214,31 +212,30 @@ def _conv_transpose2d_backward(ctx: Any, grad: Tensor) -> Arguments:
     return *gradients, *[None] * len(ctx.options)
 
 
-def _gradient_setup(ctx: Any, inputs: Arguments, output: Tensor) -> None:
-    grad_output, other, sizes, *options = inputs
-    ctx.save_for_backward(grad_output, other)
-    ctx.save_for_forward(grad_output, other)
-    ctx.sizes, ctx.options = sizes, options
+def _rules_of_one_gradient(operator: Callable[..., Tensor]) -> Rules:
+    """The rules of the operator of the input's or of the weight's gradient, which takes grad_output and the other."""
+    is_of_input = operator is conv_transpose2d_input_grad
+    gradient_of_other = conv_transpose2d_weight_grad if is_of_input else conv_transpose2d_input_grad
 
+    def setup(ctx: Any, inputs: Arguments, output: Tensor) -> None:
+        grad_output, other, ctx.sizes, *ctx.options = inputs
+        ctx.save_for_backward(grad_output, other)
+        ctx.save_for_forward(grad_output, other)
 
-def _input_grad_backward(ctx: Any, grad: Tensor) -> Arguments:
-    grad_output, weight = ctx.saved_tensors
-    needs_grad_output, needs_weight, *_ = ctx.needs_input_grad
-    return (
-        _conv_transpose2d_uncast(grad, weight, None, *ctx.options) if needs_grad_output else None,
-        conv_transpose2d_weight_grad(grad_output, grad, weight.shape[2:], *ctx.options) if needs_weight else None,
-        *[None] * (1 + len(ctx.options)),
-    )
+    def backward(ctx: Any, grad: Tensor) -> Arguments:
+        grad_output, other = ctx.saved_tensors
+        input, weight = (grad, other) if is_of_input else (other, grad)
+        needs_grad_output, needs_other, *_ = ctx.needs_input_grad
+        return (
+            _conv_transpose2d_uncast(input, weight, None, *ctx.options) if needs_grad_output else None,
+            gradient_of_other(grad_output, grad, other.shape[2:], *ctx.options) if needs_other else None,
+            *[None] * (1 + len(ctx.options)),
+        )
 
+    def tangent(ctx: Any, *tangents: Tensor | None) -> Tensor:
+        return _product_rule(operator, ctx.saved_tensors, tangents[:2], ctx.sizes, *ctx.options)
 
-def _weight_grad_backward(ctx: Any, grad: Tensor) -> Arguments:
-    grad_output, input = ctx.saved_tensors
-    needs_grad_output, needs_input, *_ = ctx.needs_input_grad
-    return (
-        _conv_transpose2d_uncast(input, grad, None, *ctx.options) if needs_grad_output else None,
-        conv_transpose2d_input_grad(grad_output, grad, input.shape[2:], *ctx.options) if needs_input else None,
-        *[None] * (1 + len(ctx.options)),
-    )
+    return setup, backward, tangent
 
 
 def _grads_setup(ctx: Any, inputs: Arguments, output: tuple[Tensor, Tensor]) -> None:
@@ -261,22 +258,18 @@ def _grads_backward(ctx: Any, grad_input: Tensor | None, grad_weight: Tensor | N
     )
 
 
-def _im2col_setup(ctx: Any, inputs: Arguments, output: Tensor) -> None:
-    input, *window = inputs
-    ctx.size, ctx.window = input.shape[2:], window
+def _fold_setup(ctx: Any, inputs: Arguments, output: Tensor) -> None:
+    given, *ctx.arguments = inputs
+    ctx.size = given.shape[2:]  # of an image, its height and width
 
 
 def _im2col_backward(ctx: Any, grad: Tensor) -> Arguments:
-    return col2im(grad, ctx.size, *ctx.window), *[None] * len(ctx.window)
-
-
-def _col2im_setup(ctx: Any, inputs: Arguments, output: Tensor) -> None:
-    _, ctx.size, *window = inputs
-    ctx.window = window
+    return col2im(grad, ctx.size, *ctx.arguments), *[None] * len(ctx.arguments)
 
 
 def _col2im_backward(ctx: Any, grad: Tensor) -> Arguments:
-    return im2col(grad, *ctx.window), *[None] * (1 + len(ctx.window))
+    _, *window = ctx.arguments
+    return im2col(grad, *window), *[None] * len(ctx.arguments)
 
 
 # Tangents: an operator is linear in each of its tensors, so its tangent is the sum of its values with one replaced.
@@ -300,14 +293,6 @@ def _conv_transpose2d_tangent(ctx: Any, *tangents: Tensor | None) -> Tensor:
     return of_bias if tangent is None else tangent + of_bias
 
 
-def _input_grad_tangent(ctx: Any, *tangents: Tensor | None) -> Tensor:
-    return _product_rule(conv_transpose2d_input_grad, ctx.saved_tensors, tangents[:2], ctx.sizes, *ctx.options)
-
-
-def _weight_grad_tangent(ctx: Any, *tangents: Tensor | None) -> Tensor:
-    return _product_rule(conv_transpose2d_weight_grad, ctx.saved_tensors, tangents[:2], ctx.sizes, *ctx.options)
-
-
 def _grads_tangent(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
     (grad_output, input, weight), options = ctx.saved_tensors, ctx.options
     of_grad, of_input, of_weight = tangents[:3]
@@ -320,25 +305,34 @@ def _grads_tangent(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, T
 
 
 def _im2col_tangent(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
-    return im2col(tangent, *ctx.window)
+    return im2col(tangent, *ctx.arguments)
 
 
 def _col2im_tangent(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
-    return col2im(tangent, ctx.size, *ctx.window)
+    return col2im(tangent, *ctx.arguments)
 
 
 # Registration.
 
 
-def _with_gradient(compute: Callable[..., Any], rules: Rules) -> Callable[..., Any]:
-    """``compute`` with an autograd node if gradients are recorded.
+def _on_plain_tensors(derivative: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a gradient or tangent receive plain tensors: a hook or a user may have passed a subclass."""
+    return lambda ctx, *inputs: derivative(ctx, *as_plain(inputs))
+
+
+def _with_gradient(operator: Callable[..., Any], rules: Rules) -> Callable[..., Any]:
+    """The operator below autograd, with an autograd node if gradients are recorded.
 
     torch.library.register_autograd would do this, but costs every call that needs gradients 50 us more.
     """
     setup, gradient, tangent = rules
 
+    def compute(*inputs: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return operator(*inputs)
+
     class Function(torch.autograd.Function):
-        backward, jvp = staticmethod(with_plain_tensors(gradient)), staticmethod(with_plain_tensors(tangent))
+        backward, jvp = staticmethod(gradient), staticmethod(tangent)
 
         @staticmethod
         def forward(ctx: Any, *inputs: Any) -> Any:
@@ -354,22 +348,15 @@ def _with_gradient(compute: Callable[..., Any], rules: Rules) -> Callable[..., A
     return call
 
 
-def _below_autograd(operator: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*inputs: Any) -> Any:
-        with torch._C._AutoDispatchBelowAutograd():
-            return operator(*inputs)
-
-    return call
-
-
 _RULES: dict[str, Rules] = {
     "conv_transpose2d": (_conv_transpose2d_setup, _conv_transpose2d_backward, _conv_transpose2d_tangent),
-    "conv_transpose2d_input_grad": (_gradient_setup, _input_grad_backward, _input_grad_tangent),
-    "conv_transpose2d_weight_grad": (_gradient_setup, _weight_grad_backward, _weight_grad_tangent),
+    "conv_transpose2d_input_grad": _rules_of_one_gradient(conv_transpose2d_input_grad),
+    "conv_transpose2d_weight_grad": _rules_of_one_gradient(conv_transpose2d_weight_grad),
     "conv_transpose2d_grads": (_grads_setup, _grads_backward, _grads_tangent),
-    "im2col": (_im2col_setup, _im2col_backward, _im2col_tangent),
-    "col2im": (_col2im_setup, _col2im_backward, _col2im_tangent),
+    "im2col": (_fold_setup, _im2col_backward, _im2col_tangent),
+    "col2im": (_fold_setup, _col2im_backward, _col2im_tangent),
 }
-for _name, _rules in _RULES.items():
-    register(_name, _with_gradient(_below_autograd(OPERATORS[_name]), _rules), "Autograd")
+for _name, (_setup, _gradient, _tangent) in _RULES.items():
+    _rules = _setup, _on_plain_tensors(_gradient), _on_plain_tensors(_tangent)
+    register(_name, _with_gradient(OPERATORS[_name], _rules), "Autograd")
     register_rules(_name, _rules)

@@ -248,8 +248,3 @@ def split_arguments(where: str, inputs: Arguments) -> tuple[Tensors, Any, Argume
 def register(name: str, call: Callable[..., Any], key: str) -> None:
     """Register ``call`` for a dispatch key; it gets plain tensors, since a subclass may have methods of its own."""
     _library.impl(name, lambda *inputs: call(*as_plain(inputs)), key)
-
-
-def with_plain_tensors(derivative: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a gradient or tangent receive plain tensors: a hook or a user may have passed a subclass."""
-    return lambda ctx, *inputs: derivative(ctx, *as_plain(inputs))

@@ -10,7 +10,7 @@ import torch
 from gemmconv import flops, validation
 from gemmconv.dispatch import loses_a_tangent
 from gemmconv.ops.autocast import KEYS, is_autocasting, with_autocast
-from gemmconv.ops.schemas import ARGUMENT_NAMES, OPERATORS, Arguments, register, with_plain_tensors
+from gemmconv.ops.schemas import ARGUMENT_NAMES, OPERATORS, Arguments, register
 
 Rules = tuple[Callable[..., None], Callable[..., Arguments], Callable[..., Any]]  # set-up, gradient, tangent
 
@@ -76,7 +76,7 @@ def register_rules(name: str, rules: Rules) -> None:
 
     class Function(torch.autograd.Function):
         generate_vmap_rule = True
-        backward, jvp = staticmethod(with_plain_tensors(gradient)), staticmethod(with_plain_tensors(tangent))
+        backward, jvp = staticmethod(gradient), staticmethod(tangent)
 
         @staticmethod
         def forward(*inputs: Any) -> Any:
