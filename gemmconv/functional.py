@@ -16,8 +16,8 @@ from gemmconv import arrays, ops, validation
 from gemmconv.dispatch import are_for_torch, is_for_torch
 from gemmconv.kernels.base import Precision
 from gemmconv.kernels.columns.cpu import is_few_outputs
+from gemmconv.ops import call_cache, plain
 from gemmconv.ops import compiled as compiled  # registers the operators' lowerings for torch.compile
-from gemmconv.ops import plain, signatures
 from gemmconv.selection import NAMES, torch_precision
 
 IntOrPair = int | Sequence[int]
@@ -74,7 +74,7 @@ def conv_transpose2d(
     are_plain = plain.are_torch_tensors(input, weight, bias)
     key = None
     # A repeated call: a call of the same signature was prepared before, and its checks were made then.
-    if are_plain and not torch.compiler.is_compiling() and (text := signatures.arguments_key(given)) is not None:
+    if are_plain and not torch.compiler.is_compiling() and (text := call_cache.arguments_key(given)) is not None:
         call, key = plain.find_call(input, weight, bias, text)
         if call is not None:
             return call(input, weight, bias)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from gemmconv import functional, rank, validation
 from gemmconv.dispatch import only_patched, patched_blocks
 from gemmconv.kernels.base import Precision
-from gemmconv.ops import followers, plain, signatures
+from gemmconv.ops import call_cache, followers, plain
 from gemmconv.selection import NAMES
 
 Sizes = int | tuple[int, ...]
@@ -76,7 +76,7 @@ class _Layer(nn.Module):
             *(self.algorithm, self.precision, self.workspace_limit),
         )
         if (cached := self._cached_key) is None or cached[0] != arguments:
-            self._cached_key = cached = arguments, signatures.arguments_key(self._arguments())
+            self._cached_key = cached = arguments, call_cache.arguments_key(self._arguments())
         return cached[1]
 
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:

@@ -32,9 +32,8 @@ from gemmconv.geometry import Problem, phases_of
 from gemmconv.kernels.base import Config, Pass, Precision
 from gemmconv.ops import volumes
 from gemmconv.ops.autocast import current_dtype
-from gemmconv.ops.call_cache import find_or_make
+from gemmconv.ops.call_cache import arguments_key, find_or_make
 from gemmconv.ops.schemas import is_channels_last
-from gemmconv.ops.signatures import arguments_key
 from gemmconv.selection import NAMES, torch_precision
 
 Ints = int | Sequence[int]

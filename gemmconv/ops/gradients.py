@@ -67,26 +67,25 @@ def _prepare_mixed(
     if config.device.type != "cuda" or gradients.via_channels_last or gradients.at_once or gradients.share:
         return None
     of_input, of_weight = gradient_programs(gradients, config, weight_config)
+    if (of_input is None) == (of_weight is None):
+        return None
     grad_output, input, weight = tensors
-    if of_input is None and of_weight is not None:
-        torchs, ours = gradients.input_grad.input_grad(config), bind_gradients(of_weight, (grad_output, input), form)
-
-        def by_torch_and_us(grad_output: Tensor, input: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
-            found = ours(grad_output, input)
-            return torchs(grad_output, weight), *(found if form.with_bias else (found,))
-
-        return by_torch_and_us
-    if of_input is not None and of_weight is None:
+    is_of_input = of_input is not None  # the program
+    if is_of_input:
+        ours = bind_gradients(of_input, (grad_output, weight), form)
         torchs = gradients.weight_grad.weight_grad(weight_config)
         torchs = convert_results("weight_grad", torchs, grad_output, form._replace(with_bias=False))
-        ours = bind_gradients(of_input, (grad_output, weight), form)
+    else:
+        ours = bind_gradients(of_weight, (grad_output, input), form)
+        torchs = gradients.input_grad.input_grad(config)
 
-        def by_us_and_torch(grad_output: Tensor, input: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
-            first, *bias = ours(grad_output, weight) if form.with_bias else (ours(grad_output, weight),)
-            return first, torchs(grad_output, input), *bias
+    def call(grad_output: Tensor, input: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        found = ours(grad_output, weight if is_of_input else input)
+        by_us, *bias = found if form.with_bias else (found,)
+        by_torch = torchs(grad_output, input if is_of_input else weight)
+        return (by_us, by_torch, *bias) if is_of_input else (by_torch, by_us, *bias)
 
-        return by_us_and_torch
-    return None
+    return call
 
 
 def bind_gradients(program: Program, tensors: Tensors, form: CallForm) -> Callable[..., Any]:

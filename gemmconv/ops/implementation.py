@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import marshal
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,7 +16,7 @@ from gemmconv.algorithms.fold import prepare_col2im, prepare_im2col
 from gemmconv.device import make_current
 from gemmconv.geometry import Problem
 from gemmconv.kernels.base import PASSES, Config, Pass
-from gemmconv.ops.call_cache import find_or_make, tensor_signature
+from gemmconv.ops.call_cache import arguments_key, find_or_make, tensor_signature
 from gemmconv.ops.configs import CallForm, default_form, pass_configs
 from gemmconv.ops.gradients import bind_gradients, convert_results, prepare_gradients
 from gemmconv.ops.programs import add_cast_outputs, pass_program, with_signal_output
@@ -71,11 +70,8 @@ def prepare_call(
         # Torch's operator serves where kernels are not available.
         return with_fallback(first.device, lambda: prepare("auto"), lambda: prepare("native"))
 
-    try:  # marshal is several times as fast as to turn lists into tuples and hash those
-        arguments_key: Hashable = marshal.dumps((sizes, arguments), 2)
-    except ValueError:
-        arguments_key = sizes, Options(*as_hashable(arguments))
-    key = (direction, *map(tensor_signature, tensors), arguments_key, current, form)
+    given = arguments_key((sizes, arguments)) or (sizes, Options(*as_hashable(arguments)))
+    key = (direction, *map(tensor_signature, tensors), given, current, form)
     call: Callable[..., Any] = find_or_make(key, make)
     return call
 

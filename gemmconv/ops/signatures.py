@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import marshal
 from collections.abc import Callable, Hashable
 
 import torch
@@ -16,7 +15,6 @@ from gemmconv.extension import exchange_of_tensors, extension
 from gemmconv.ops.autocast import is_autocasting
 from gemmconv.ops.autograd import Needs
 from gemmconv.ops.call_cache import tensor_signature
-from gemmconv.ops.schemas import Arguments
 
 _keys_of = torch._C._dispatch_keys
 _precision = torch._C._get_fp32_precision_getter  # the property of torch.backends takes a microsecond more
@@ -82,11 +80,3 @@ def _signatures() -> tuple[Callable[..., Hashable], Callable[..., Hashable]]:
 
 
 call_signature, gradient_signature = _signatures()
-
-
-def arguments_key(arguments: Arguments) -> bytes | None:
-    """Bytes that tell 1, 1.0 and True apart, which are equal but not all allowed; None for other types."""
-    try:
-        return marshal.dumps(arguments, 2)
-    except ValueError:
-        return None
