@@ -20,7 +20,7 @@ from gemmconv.device import DeviceSpec, spec_of
 from gemmconv.geometry import Problem
 from gemmconv.kernels.base import Direction, Pass, Precision
 from gemmconv.kernels.layout.transpose import prepare_via_channels_last
-from gemmconv.ops import both_programs
+from gemmconv.ops.programs import both_programs
 from gemmconv.selection import choose, choose_gradients, current_config
 from gemmconv.tune import OPERANDS
 

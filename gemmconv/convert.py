@@ -197,12 +197,8 @@ HARMLESS_MODES.add(patched)  # a layer of ours inside the block is a plain call
 
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     function: ours
-    for name, ours in (
-        ("conv_transpose1d", conv_transpose1d),
-        ("conv_transpose2d", conv_transpose2d),
-        ("conv_transpose3d", conv_transpose3d),
-    )
-    for function in (getattr(torch, name), getattr(torch.nn.functional, name))
+    for ours in (conv_transpose1d, conv_transpose2d, conv_transpose3d)
+    for function in (getattr(torch, ours.__name__), getattr(nn.functional, ours.__name__))
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,19 +14,26 @@ _MODULE = "torch.utils.flop_counter"  # slow to import, so only its users wait f
 _registered = False
 
 
+def _flops(input_shape: Sequence[int], weight_shape: Sequence[int], *_: Any, **__: Any) -> int:
+    """Operations of a pass: two for each product of an input and a weight."""
+    return 2 * input_shape[0] * math.prod(input_shape[2:]) * math.prod(weight_shape)
+
+
+_FORMULAS: dict[str, Callable[..., int]] = {  # by operator, from the shapes of its tensors
+    "conv_transpose2d": _flops,
+    "conv_transpose2d_input_grad": lambda _grad, weight, *_, out_shape, **__: _flops(out_shape, weight),
+    "conv_transpose2d_weight_grad": lambda _grad, input, *_, out_shape, **__: _flops(input, out_shape),
+    "conv_transpose2d_grads": lambda _grad, input, weight, *_, **__: 2 * _flops(input, weight),
+}
+
+
 def register() -> None:
     """Register the formulas once that module is imported, also with active counters, which copied its registry."""
     global _registered
     counter = sys.modules.get(_MODULE)
     if counter is None or not hasattr(counter, "register_flop_formula"):  # not all of it is imported yet
         return
-    operators = torch.ops.gemmconv
-    formulas = {
-        operators.conv_transpose2d: _flops,
-        operators.conv_transpose2d_input_grad: _input_grad,
-        operators.conv_transpose2d_weight_grad: _weight_grad,
-        operators.conv_transpose2d_grads: _grads,
-    }
+    formulas = {getattr(torch.ops.gemmconv, name): formula for name, formula in _FORMULAS.items()}
     if not _registered:
         _registered = True
         for operator, formula in formulas.items():
@@ -36,26 +43,3 @@ def register() -> None:
         if registry is not None:
             for operator in formulas:
                 registry.setdefault(operator, counter.flop_registry[operator])
-
-
-def _flops(input_shape: Sequence[int], weight_shape: Sequence[int], *_: Any, **__: Any) -> int:
-    """Operations of a pass: two for each product of an input and a weight."""
-    return 2 * input_shape[0] * math.prod(input_shape[2:]) * math.prod(weight_shape)
-
-
-def _input_grad(
-    grad_shape: Sequence[int], weight_shape: Sequence[int], *_: Any, out_shape: Sequence[int], **__: Any
-) -> int:
-    return _flops(out_shape, weight_shape)
-
-
-def _weight_grad(
-    grad_shape: Sequence[int], input_shape: Sequence[int], *_: Any, out_shape: Sequence[int], **__: Any
-) -> int:
-    return _flops(input_shape, out_shape)
-
-
-def _grads(
-    grad_shape: Sequence[int], input_shape: Sequence[int], weight_shape: Sequence[int], *_: Any, **__: Any
-) -> int:
-    return 2 * _flops(input_shape, weight_shape)

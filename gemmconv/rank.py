@@ -237,7 +237,7 @@ def _is_for_torch(input: Any, weight: Any, bias: Any, algorithm: str) -> bool:
     """Whether torch's own operator has to serve a call: by name, of complex tensors, in exports and transforms."""
     if algorithm == "native" or torch.onnx.is_in_onnx_export():
         return True
-    if algorithm != "auto" or not isinstance(input, Tensor):
+    if algorithm != "auto":
         return False
     return input.is_complex() or is_for_torch() or are_for_torch(input, weight, bias)
 

@@ -81,7 +81,7 @@ def asked(monkeypatch):
     asked = []
     monkeypatch.setattr(followers, "_unguessed", weakref.WeakValueDictionary())
     monkeypatch.setattr(followers, "compile_forward_ahead", lambda *call: asked.append(("forward", *call)))
-    monkeypatch.setattr(followers, "compile_ahead", lambda *call: asked.append(("backward", *call[:2])))
+    monkeypatch.setattr(followers, "compile_backward_ahead", lambda *call: asked.append(("backward", *call[:2])))
     monkeypatch.setattr(pool, "submit", lambda work, urgent: work() if not urgent else None)
     monkeypatch.setattr(pool, "cores", lambda: 4)
     monkeypatch.setattr(plain, "are_torch_tensors", lambda *_: True)
@@ -131,8 +131,8 @@ def test_autocast_and_images_without_a_batch(asked, monkeypatch):
     monkeypatch.setattr(followers, "is_autocasting", lambda _: True)
     monkeypatch.setattr(torch, "get_autocast_dtype", lambda _: torch.float16)
     monkeypatch.setattr(WithoutData, "unsqueeze", lambda one, _: noise(batch=1), raising=False)
-    given, note = [], followers.compile_ahead
-    monkeypatch.setattr(followers, "compile_ahead", lambda *call: (note(*call), given.append(call[2])))
+    given, note = [], followers.compile_backward_ahead
+    monkeypatch.setattr(followers, "compile_backward_ahead", lambda *call: (note(*call), given.append(call[2])))
     layers = layers_of(on_gpu(model_of(gemmconv.ConvTranspose2d)))
     layers[0](alike(torch.empty(100, 1, 1, device="meta")))
     assert given == [torch.float32] * 4  # which calls cast themselves

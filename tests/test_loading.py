@@ -246,7 +246,7 @@ OPTIONS = ((2, 2), (1, 1), (0, 0), 1, (1, 1), "auto", None, None)
 
 
 def compiled_ahead(tensors):
-    future = autograd.compile_ahead(tuple(tensors), OPTIONS)
+    future = autograd.compile_backward_ahead(tuple(tensors), OPTIONS)
     for _, one in future.result(timeout=60):
         one.result(timeout=60)
     return future
@@ -272,13 +272,13 @@ def test_compiled_ahead_once_for_each_key_and_never_for_the_cpu(on_gpu, loader):
     assert compiled_ahead(on_gpu()) is first
     assert compiled_ahead(on_gpu(grads=(0, 1, 1))) is not first
     cpu = [torch.zeros(shape, requires_grad=True) for shape in ((1, 64, 4, 4), (64, 32, 4, 4), (32,))]
-    assert autograd.compile_ahead(tuple(cpu), OPTIONS) is None
+    assert autograd.compile_backward_ahead(tuple(cpu), OPTIONS) is None
 
 
 def test_errors_and_warnings_of_what_is_compiled_ahead_are_left_to_the_call(on_gpu, loader, recwarn):
     tensors = on_gpu((1, 64, 64, 64))
     options = (*OPTIONS[:5], "gemm_col2im", None, 1)
-    future = autograd.compile_ahead(tuple(tensors), options)
+    future = autograd.compile_backward_ahead(tuple(tensors), options)
     compilations = future.result(timeout=60)
     assert [future.exception(timeout=60) for _, future in compilations] == [None] * len(compilations)
     assert not recwarn
@@ -286,13 +286,13 @@ def test_errors_and_warnings_of_what_is_compiled_ahead_are_left_to_the_call(on_g
         Backward.of(tuple(tensors), options).prepare(
             WithoutData.of((1, 32, 128, 128), (1 << 19, 1 << 14, 128, 1), torch.float16, GPU), *tensors[:2], (1, 1, 1)
         )
-    bad = autograd.compile_ahead(tuple(tensors), ((0, 0), *OPTIONS[1:]))
+    bad = autograd.compile_backward_ahead(tuple(tensors), ((0, 0), *OPTIONS[1:]))
     assert isinstance(bad.exception(timeout=60), RuntimeError)
 
 
 def test_recorded_calls_compile_ahead_and_others_do_not(on_gpu, monkeypatch):
     asked = []
-    monkeypatch.setattr(recording, "compile_ahead", lambda *call: asked.append(call))
+    monkeypatch.setattr(recording, "compile_backward_ahead", lambda *call: asked.append(call))
     monkeypatch.setattr(recording, "prepare_call", lambda *_: lambda *_: None)
     tensors = tuple(on_gpu())
     recording.prepare_recording(tensors, OPTIONS)
@@ -306,7 +306,7 @@ def test_recorded_calls_compile_ahead_and_others_do_not(on_gpu, monkeypatch):
 
 def test_dispatched_calls_compile_ahead_and_fake_tensors_do_not(on_gpu, monkeypatch):
     asked = []
-    monkeypatch.setattr(autograd, "compile_ahead", lambda *call: asked.append(call))
+    monkeypatch.setattr(autograd, "compile_backward_ahead", lambda *call: asked.append(call))
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     tensors = tuple(on_gpu())
     ctx = SimpleNamespace(needs_input_grad=(True,) * 3, save_for_backward=lambda *_: None)
@@ -344,7 +344,7 @@ def test_calls_of_followers_compile_nothing_that_the_first_call_has_not_had_comp
     compiled = Counter(loader.compiled)
     assert len(compiled) > 3
     for (input, weight, _), arguments in calls[1:]:
-        assert autograd.compile_ahead((input, weight, None), arguments) in ahead
+        assert autograd.compile_backward_ahead((input, weight, None), arguments) in ahead
         implementation.prepare_call("forward", (input, weight, None), None, arguments)
         shape = 16, weight.shape[1], 2 * input.shape[2], 2 * input.shape[3]
         grad = WithoutData.of(shape, strides_of(shape, torch.contiguous_format), torch.float16, GPU)

@@ -23,8 +23,7 @@ from gemmconv.kernels.program import (
     Zero,
     one_after_the_other,
 )
-from gemmconv.ops import both_programs
-from gemmconv.ops.programs import concatenate
+from gemmconv.ops.programs import both_programs, concatenate
 from gemmconv.selection import Gradients
 from tests import emulator, reference
 from tests.cases import Case

@@ -112,7 +112,7 @@ def test_warmup_finds_the_calls_without_data():
 def test_warmup_compiles_both_passes_of_each_call(monkeypatch):
     asked = []
     monkeypatch.setattr(followers, "compile_forward_ahead", lambda *call: asked.append(("forward", call)))
-    monkeypatch.setattr(followers, "compile_ahead", lambda *call: asked.append(("backward", call[:2])))
+    monkeypatch.setattr(followers, "compile_backward_ahead", lambda *call: asked.append(("backward", call[:2])))
     model, images = Network(), torch.randn(2, 4, 5, 5)
     calls = module._calls_of(model, (images,))
     module._compile(calls, backward=True)

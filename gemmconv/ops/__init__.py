@@ -7,14 +7,10 @@ compilation in the background. gradients: prepared gradients. programs, configs:
 signature. schemas: operators' arguments.
 """
 
-from gemmconv.ops.gradients import both_gradients
 from gemmconv.ops.left_to_torch import is_left_to_torch, torchs_conv_transpose2d
-from gemmconv.ops.programs import both_programs
 from gemmconv.ops.transforms import col2im, conv_transpose2d, conv_transpose2d_grads, im2col
 
 __all__ = [
-    "both_gradients",
-    "both_programs",
     "col2im",
     "conv_transpose2d",
     "conv_transpose2d_grads",

@@ -13,7 +13,7 @@ from gemmconv.kernels.base import Pass, why_no_kernels
 from gemmconv.kernels.forms import launches
 from gemmconv.kernels.program import Launch
 from gemmconv.ops.call_cache import find_or_make, tensor_signature
-from gemmconv.ops.configs import CallForm, bias_grad_config, default_form, pass_configs
+from gemmconv.ops.configs import CallForm, default_form, pass_configs
 from gemmconv.ops.programs import apply_form, bias_grad_program, programs_of
 from gemmconv.ops.schemas import (
     ARGUMENT_NAMES,
@@ -32,12 +32,12 @@ def launches_of(
     direction: Pass, tensors: Tensors, sizes: Any, arguments: Arguments, form: CallForm | None = None
 ) -> list[Launch]:
     """The launches of the call that ``implementation.prepare_call`` prepares; tensors may be without data."""
-    options, where, first = Options(*as_hashable(arguments)), operator_name(direction), tensors[0]
+    options, where = Options(*as_hashable(arguments)), operator_name(direction)
     form = form or default_form(direction, tensors)
     problem = checked_problem(where, tensors, sizes, options)
     config, weight_config = pass_configs(direction, problem, tensors, options)
     programs = programs_of(direction, config, weight_config, options.algorithm, where)
-    if form.with_bias and (of_bias := bias_grad_program(bias_grad_config(first))) is not None:
+    if form.with_bias and (of_bias := bias_grad_program(tensors[0])) is not None:
         programs.append(of_bias)
     if direction == "forward":
         tensors = with_parameter_dtype(tensors, form.dtype)

@@ -38,7 +38,8 @@ def with_autocast(operator: Callable[..., Tensor], device_type: str) -> Callable
         dtype = torch.get_autocast_dtype(device_type)
 
         def cast(tensor: Tensor | None) -> Any:
-            return lower(tensor, dtype) if tensor is not None and tensor.device.type == device_type else tensor
+            casts = tensor is not None and tensor.device.type == device_type
+            return cast_as_autocast(tensor, dtype) if casts else tensor
 
         tensors = cast(input), cast(weight), cast(bias)  # before the guard: autocast must be on
         with torch._C._ExcludeDispatchKeyGuard(key):
@@ -138,7 +139,7 @@ def current_dtype(tensor: Tensor) -> torch.dtype:
     return dtype_of(tensor, torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else tensor.dtype
 
 
-def lower(tensor: Tensor | None, dtype: torch.dtype) -> Any:
+def cast_as_autocast(tensor: Tensor | None, dtype: torch.dtype) -> Any:
     """Cast a tensor as autocast to ``dtype``, which must be on, casts it."""
     if tensor is None or tensor.dtype == dtype_of(tensor, dtype):
         return tensor

@@ -147,7 +147,9 @@ class Backward(NamedTuple):
         return None if strides == strides_of(self.weight_shape, torch.contiguous_format) else strides
 
 
-def compile_ahead(tensors: Tensors, options: Arguments, dtype: torch.dtype | None = None) -> Future[Any] | None:
+def compile_backward_ahead(
+    tensors: Tensors, options: Arguments, dtype: torch.dtype | None = None
+) -> Future[Any] | None:
     """Choose and compile in the background the kernels that a call's backward pass is expected to launch.
 
     It is expected to need the gradients of all tensors that require one, and a grad_output in the output's format.
@@ -188,7 +190,7 @@ def _conv_transpose2d_setup(ctx: Any, inputs: Arguments, output: Tensor) -> None
     ctx.has_bias, ctx.options, ctx.output_shape = len(inputs) > 2, inputs[3:], output.shape
     tensors = input, weight, inputs[2] if ctx.has_bias else None
     if input.is_cuda and not in_a_mode(or_profiled=False) and are_dense(*tensors):
-        compile_ahead(tensors, ctx.options)
+        compile_backward_ahead(tensors, ctx.options)
 
 
 def is_needed(ctx: Any, index: int) -> bool:

@@ -22,7 +22,7 @@ from torch import nn
 from gemmconv.kernels.base import strides_of, why_no_kernels
 from gemmconv.ops.ahead import compile_forward_ahead
 from gemmconv.ops.autocast import dtype_of, is_autocasting
-from gemmconv.ops.autograd import compile_ahead
+from gemmconv.ops.autograd import compile_backward_ahead
 from gemmconv.ops.schemas import Arguments, Options, Tensors, WithoutData, checked_problem, memory_format, without_data
 
 Call = tuple[Tensors, Arguments]  # arguments of the operator
@@ -69,7 +69,8 @@ def compile_calls(calls: Sequence[Call], backward: bool, dtype: torch.dtype | No
     ``dtype`` is the dtype of weights and biases, if calls cast them themselves.
     """
     recorded = [call for call in calls if backward and any(one is not None and one.requires_grad for one in call[0])]
-    chosen = [*(compile_forward_ahead(*call) for call in calls), *(compile_ahead(*call, dtype) for call in recorded)]
+    chosen = [compile_forward_ahead(*call) for call in calls]
+    chosen += [compile_backward_ahead(*call, dtype) for call in recorded]
     return [future for future in chosen if future is not None]
 
 

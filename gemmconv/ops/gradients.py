@@ -16,7 +16,7 @@ from gemmconv.kernels.base import Config, Pass, with_strides
 from gemmconv.kernels.layout.transpose import prepare_via_channels_last, to_format
 from gemmconv.kernels.program import Program
 from gemmconv.ops.call_cache import find_or_make, tensor_signature
-from gemmconv.ops.configs import DEFAULT_FORM, CallForm, bias_grad_config
+from gemmconv.ops.configs import DEFAULT_FORM, CallForm
 from gemmconv.ops.programs import apply_form, bias_grad_program, both_programs, concatenate, gradient_programs
 from gemmconv.ops.schemas import Tensors
 
@@ -91,7 +91,7 @@ def _prepare_mixed(
 def bind_gradients(program: Program, tensors: Tensors, form: CallForm) -> Callable[..., Any]:
     """Bind a program of gradients to tensors of these strides; its call returns the gradients in this form."""
     grad_output = tensors[0]
-    of_bias = bias_grad_program(bias_grad_config(grad_output)) if form.with_bias else None
+    of_bias = bias_grad_program(grad_output) if form.with_bias else None
     if of_bias is not None:
         program = concatenate(of_bias, program, program.arguments)
     call = apply_form(program, form).bound(grad_output.device, tensors)
@@ -148,7 +148,7 @@ def _prepare_bias_gradient(grad_output: Tensor, form: CallForm) -> Callable[[Ten
         return lambda grad_output: grad_output.sum((0, 2, 3), dtype=form.dtype)
 
     def by_kernel() -> Callable[[Tensor], Tensor]:
-        program = bias_grad_program(bias_grad_config(grad_output))
+        program = bias_grad_program(grad_output)
         if program is None:
             return by_torch()
         return apply_form(program, form).bound(grad_output.device, (grad_output,))

@@ -89,7 +89,7 @@ def _prepare(
     if direction == "grads":
         gradients = selection.choose_gradients(config, weight_config, algorithm, where)
         return prepare_gradients(gradients, config, weight_config, tensors, form)
-    if (program := pass_program(direction, config, weight_config, algorithm, where)) is not None:
+    if (program := pass_program(direction, config, algorithm, where)) is not None:
         return bind_gradients(program, tensors, form)
     chosen = selection.choose(config, algorithm, where, direction)
     return convert_results(direction, getattr(chosen, direction)(config), tensors[0], form)
@@ -99,7 +99,7 @@ def _prepare_forward(
     config: Config, algorithm: str, where: str, tensors: Tensors, form: CallForm
 ) -> Callable[..., Any]:
     """Prepare a forward pass: a program, or where there is none, torch's operator or the CPU's kernels."""
-    if (program := pass_program("forward", config, config, algorithm, where)) is not None:
+    if (program := pass_program("forward", config, algorithm, where)) is not None:
         program = with_signal_output(program) if form.is_signal else program
         operands = with_parameter_dtype(tensors, form.dtype)
         return add_cast_outputs(program, tensors, form).bound(config.device, operands)

@@ -18,7 +18,7 @@ from torch.nn import Parameter
 
 from gemmconv.dispatch import are_dense, in_a_mode
 from gemmconv.ops import call_cache
-from gemmconv.ops.autocast import is_autocasting, is_cacheable, lower
+from gemmconv.ops.autocast import cast_as_autocast, is_autocasting, is_cacheable
 from gemmconv.ops.call_cache import find_or_make
 from gemmconv.ops.left_to_torch import is_left_to_torch
 from gemmconv.ops.recording import Call, prepare_recording
@@ -69,7 +69,7 @@ def prepare(input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Argum
     if not is_autocasting(input.device.type):
         return prepare_recording(tensors, arguments)
     dtype = torch.get_autocast_dtype(input.device.type)
-    cast = partial(lower, dtype=dtype)
+    cast = partial(cast_as_autocast, dtype=dtype)
     if _call_casts_parameters(tensors, dtype):
         low = cast(input), *(without_data(one, dtype) for one in tensors[1:])
         casting = prepare_recording(low, arguments, tensors[1:])

@@ -7,9 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from gemmconv import selection
-from gemmconv.kernels.base import Config, Pass, strides_of, why_no_kernels
+from gemmconv.device import DeviceSpec
+from gemmconv.kernels.base import Config, Direction, Pass, strides_of, why_no_kernels
 from gemmconv.kernels.forms import name_of_cast
 from gemmconv.kernels.program import Output, Program, one_after_the_other
 from gemmconv.kernels.splits import bias_grad
@@ -17,25 +19,23 @@ from gemmconv.ops.configs import CallForm, bias_grad_config
 from gemmconv.ops.schemas import Tensors, WithoutData
 
 
-def pass_program(direction: Pass, config: Config, weight_config: Config, algorithm: str, where: str) -> Program | None:
-    """A whole pass as one program; None where torch's operator or the CPU computes any of it."""
+def pass_program(direction: Direction, config: Config, algorithm: str, where: str) -> Program | None:
+    """A forward pass or one gradient as a program; None where torch's operator or the CPU computes it."""
     if config.device.type != "cuda":
         return None
-    if direction == "grads":
-        gradients = selection.choose_gradients(config, weight_config, algorithm, where)
-        return both_programs(gradients, config, weight_config)
     choice = selection.choose(config, algorithm, where, direction).choice(config, direction)
     return None if choice is None else choice.program(config, direction)
 
 
 def programs_of(direction: Pass, config: Config, weight_config: Config, algorithm: str, where: str) -> list[Program]:
     """The program of a pass, or of the one gradient that torch's operator does not compute."""
-    if (program := pass_program(direction, config, weight_config, algorithm, where)) is not None:
-        return [program]
-    if direction != "grads":
-        return []
-    gradients = selection.choose_gradients(config, weight_config, algorithm, where)
-    return [program for program in gradient_programs(gradients, config, weight_config) if program is not None]
+    if direction == "grads":
+        gradients = selection.choose_gradients(config, weight_config, algorithm, where)
+        both = both_programs(gradients, config, weight_config)
+        programs = gradient_programs(gradients, config, weight_config) if both is None else [both]
+    else:
+        programs = [pass_program(direction, config, algorithm, where)]
+    return [program for program in programs if program is not None]
 
 
 def layer_programs(config: Config, backward: bool) -> list[Program]:
@@ -45,7 +45,7 @@ def layer_programs(config: Config, backward: bool) -> list[Program]:
         of_gradients, shape = replace(config, bias=False), config.problem.output_shape
         programs += programs_of("grads", of_gradients, of_gradients, "auto", "conv_transpose2d_grads")
         grad = WithoutData.of(shape, strides_of(shape, config.memory_format), config.dtype, config.device)
-        of_bias = bias_grad_program(replace(bias_grad_config(grad), spec=config.spec)) if config.bias else None
+        of_bias = bias_grad_program(grad, config.spec) if config.bias else None
         programs += [] if of_bias is None else [of_bias]
     return programs
 
@@ -82,8 +82,13 @@ def both_programs(gradients: selection.Gradients, config: Config, weight_config:
     return replace(both, outputs=(grad_input, *both.outputs[1:]))
 
 
-def bias_grad_program(config: Config) -> Program | None:
-    """The program of a bias's gradient; None where torch computes it."""
+def bias_grad_program(grad_output: Tensor, spec: DeviceSpec | None = None) -> Program | None:
+    """The program of a bias's gradient; None where torch computes it.
+
+    ``spec`` is the device to compute on, if it is not the one here.
+    """
+    config = bias_grad_config(grad_output)
+    config = config if spec is None else replace(config, spec=spec)
     if config.device.type != "cuda" or why_no_kernels(config.device, config.spec) is not None:
         return None
     return bias_grad.program(config)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gemmconv.dispatch import are_dense, as_plain
 from gemmconv.ops.autocast import Cast, cast_cache, is_cacheable
-from gemmconv.ops.autograd import Backward, Gradients, Needs, compile_ahead
+from gemmconv.ops.autograd import Backward, Gradients, Needs, compile_backward_ahead
 from gemmconv.ops.configs import CallForm
 from gemmconv.ops.implementation import prepare_call
 from gemmconv.ops.schemas import Arguments, Tensors
@@ -38,7 +38,7 @@ def prepare_recording(
     recorded = torch.is_grad_enabled() and any(requires)
     dtype = None if parameters is None else parameters[0].dtype
     if recorded and tensors[0].is_cuda:
-        compile_ahead(tensors, arguments, dtype)  # while the forward pass's kernels compile, too
+        compile_backward_ahead(tensors, arguments, dtype)  # while the forward pass's kernels compile, too
     if dtype is None or parameters is None:
         form = CallForm(trained=recorded and requires[1] and tensors[0].is_cpu, is_signal=is_signal)
         forward: Callable[..., Any] = prepare_call("forward", tensors, None, arguments, form)

@@ -37,7 +37,7 @@ def _route(name: str) -> Callable[..., Any]:
             )
         if name == "conv_transpose2d" and is_autocasting(inputs[0].device.type):
             # Cast before the transforms: the tensors that they save for gradients must have one dtype.
-            return _CASTING[inputs[0].device.type](*inputs)
+            return _WITH_AUTOCAST[inputs[0].device.type](*inputs)
         return _TRANSFORMABLE[name].apply(*map(_Wrapped.wrap, inputs))
 
     return call
@@ -50,8 +50,8 @@ conv_transpose2d_grads = _route("conv_transpose2d_grads")
 im2col = _route("im2col")
 col2im = _route("col2im")
 
-_CASTING = {device_type: with_autocast(conv_transpose2d, device_type) for device_type in KEYS}
-for _device_type, _call in _CASTING.items():
+_WITH_AUTOCAST = {device_type: with_autocast(conv_transpose2d, device_type) for device_type in KEYS}
+for _device_type, _call in _WITH_AUTOCAST.items():
     register("conv_transpose2d", _call, KEYS[_device_type].name)
 
 

@@ -29,7 +29,8 @@ from benchmarks.workloads import SUITES, Workload, select
 from gemmconv import selection
 from gemmconv.device import MEASURED
 from gemmconv.kernels.base import PASSES, Config, Direction
-from gemmconv.ops import both_gradients, both_programs
+from gemmconv.ops.gradients import both_gradients
+from gemmconv.ops.programs import both_programs
 
 FILE = Path(__file__).parents[1] / "data" / "choices.csv"
 KEY, VALUES = ("workload", "precision", "layout", "pass"), ("algorithm", "kernels", "digest", "estimate_us")
