@@ -11,6 +11,7 @@ or not, work as well.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -59,6 +60,7 @@ MODES: tuple[Callable[[], Any], ...] = (
 )
 
 
+@functools.cache
 def _keys_of_dense(device_type: str) -> set[int]:
     """The dispatch keys of dense tensors of a device, made outside and inside inference mode."""
     with torch.inference_mode(False):
@@ -69,8 +71,7 @@ def _keys_of_dense(device_type: str) -> set[int]:
 
 
 with ThreadPoolExecutor(1) as _fresh:  # in a thread of its own, since this one may be in a mode
-    _plain_keys = {"cpu": _fresh.submit(_keys_of_dense, "cpu").result()}  # those of CUDA are read with its first tensor
-_all_plain_keys = set(_plain_keys["cpu"])
+    _keys_on_cpu = _fresh.submit(_keys_of_dense, "cpu").result()  # those on CUDA are read with its first tensor
 _USUAL = frozenset((Tensor, torch.nn.Parameter, type(None), tuple, list, int, str))  # types of operators' arguments
 
 
@@ -92,7 +93,8 @@ def are_dense(*tensors: Tensor | None) -> bool:
             continue
         if type(tensor) is not Tensor and type(tensor) is not torch.nn.Parameter:
             return False
-        if _keys_of(tensor).raw_repr() not in _all_plain_keys and not _is_first_of_cuda(tensor):
+        keys = _keys_of(tensor).raw_repr()
+        if keys not in _keys_on_cpu and not (tensor.is_cuda and keys in _keys_of_dense("cuda")):
             return False
     return True
 
@@ -155,12 +157,3 @@ def loses_a_tangent() -> bool:
 def _transforms() -> list[TransformType]:
     """The transforms of torch.func that are active in this thread, the outermost first."""
     return [interpreter.key() for interpreter in get_interpreter_stack() or ()]
-
-
-def _is_first_of_cuda(tensor: Tensor) -> bool:
-    """Whether a tensor is the first plain one on CUDA; reads the dispatch keys of such tensors."""
-    if not tensor.is_cuda or "cuda" in _plain_keys:
-        return False
-    _plain_keys["cuda"] = _keys_of_dense("cuda")
-    _all_plain_keys.update(_plain_keys["cuda"])
-    return _keys_of(tensor).raw_repr() in _all_plain_keys

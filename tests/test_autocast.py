@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import gemmconv
 from gemmconv.ops import autocast
-from gemmconv.ops.autocast import cast_cache, to_autocast_dtype
+from gemmconv.ops.autocast import cast_as_autocast, cast_cache
 
 
 def ours(input, weight, bias=None):
@@ -237,7 +237,7 @@ def test_casts_and_leaves_are_freed_with_the_region(gradients, images, device):
     leaf = torch.randn(4, 3, 3, 2, device=device, requires_grad=True)
     with torch.set_grad_enabled(gradients), torch.autocast(device, torch.bfloat16):
         ours(images, leaf)
-        cast = StorageWeakRef(to_autocast_dtype(leaf, torch.bfloat16).untyped_storage())
+        cast = StorageWeakRef(cast_as_autocast(leaf, torch.bfloat16).untyped_storage())
         assert not cast.expired()
     assert cast.expired()
     alive = weakref.ref(leaf)

@@ -140,14 +140,9 @@ def current_dtype(tensor: Tensor) -> torch.dtype:
 
 
 def cast_as_autocast(tensor: Tensor | None, dtype: torch.dtype) -> Any:
-    """Cast a tensor as autocast to ``dtype``, which must be on, casts it."""
+    """Cast a tensor as autocast to ``dtype``, which must be on, casts it; the cast may be one from the cache."""
     if tensor is None or tensor.dtype == dtype_of(tensor, dtype):
         return tensor
-    return to_autocast_dtype(tensor, dtype)
-
-
-def to_autocast_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """``tensor.to(dtype)``, from the cache if it is there; autocast must be on, and ``dtype`` be its dtype."""
     if not is_cacheable(tensor) or (cache := cast_cache(tensor.device, dtype)) is None:
         return tensor.to(dtype)
     if (found := cache.find(tensor)) is not None and found.cast.requires_grad:
