@@ -18,7 +18,7 @@ from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 
 from gemmconv import validation
-from gemmconv.dispatch import HARMLESS_MODES, patched_blocks
+from gemmconv.dispatch import HARMLESS_MODES
 from gemmconv.functional import conv_transpose2d
 from gemmconv.kernels.base import Precision
 from gemmconv.module import ConvTranspose1d, ConvTranspose2d, ConvTranspose3d
@@ -176,15 +176,6 @@ class patched(TorchFunctionMode):
         validation.choice("patched", algorithm, NAMES, precision, workspace_limit)
         self._settings: dict[str, Any] = {"algorithm": algorithm, "precision": precision}
         self._settings["workspace_limit"] = workspace_limit
-
-    def __enter__(self) -> patched:
-        patched_blocks.count += 1
-        super().__enter__()
-        return self
-
-    def __exit__(self, *raised: Any) -> None:
-        patched_blocks.count -= 1
-        super().__exit__(*raised)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Replace the three functions, and call all others."""

@@ -12,7 +12,6 @@ or not, work as well.
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -25,29 +24,23 @@ from torch.utils._device import DeviceContext
 
 _keys_of = torch._C._dispatch_keys
 HARMLESS_MODES: set[type] = {DeviceContext}  # of torch functions: they change no call that is recognised as plain
+function_mode_count: Callable[[], int] = torch._C._len_torch_function_stack
 
 
-class _Blocks(threading.local):
-    """How many ``patched`` blocks this thread is in."""
-
-    count = 0
-
-
-patched_blocks = _Blocks()
-
-
-def only_patched() -> bool:
-    """Whether ``patched`` blocks are the only modes of torch functions, and see calls: a layer of ours needs none."""
-    alone = torch._C._len_torch_function_stack() == patched_blocks.count
-    return alone and not torch._C._is_torch_function_all_disabled()
+def _kinds_of_function_modes() -> set[type]:
+    return {type(torch._C._get_function_stack_at(place)) for place in range(function_mode_count())}
 
 
 def _function_modes() -> bool:
     """Whether a mode of torch functions is active that may change a plain call."""
-    count = torch._C._len_torch_function_stack()
-    return count > 0 and any(
-        type(torch._C._get_function_stack_at(place)) not in HARMLESS_MODES for place in range(count)
-    )
+    return function_mode_count() > 0 and not _kinds_of_function_modes() <= HARMLESS_MODES
+
+
+def only_patched() -> bool:
+    """Whether all modes of torch functions, one or more, are ``patched`` blocks and see calls."""
+    if torch._C._is_torch_function_all_disabled():
+        return False
+    return DeviceContext not in (kinds := _kinds_of_function_modes()) and kinds <= HARMLESS_MODES
 
 
 # Functions that are true in a mode of this thread, other than forward-mode gradients; the last is for a profiler.

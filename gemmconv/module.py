@@ -10,7 +10,7 @@ import torch.fx
 from torch import Tensor, nn
 
 from gemmconv import functional, rank, validation
-from gemmconv.dispatch import only_patched, patched_blocks
+from gemmconv.dispatch import function_mode_count, only_patched
 from gemmconv.kernels.base import Precision
 from gemmconv.ops import call_cache, followers, plain
 from gemmconv.selection import NAMES
@@ -93,7 +93,7 @@ class _Layer(nn.Module):
         """
         compiling = torch.compiler.is_compiling()
         # Inside ``gemmconv.patched`` every torch function calls the block's mode, which has nothing to do for a layer.
-        if not compiling and patched_blocks.count and only_patched():
+        if not compiling and function_mode_count() and only_patched():
             with torch._C.DisableTorchFunction():
                 return self.forward(input, output_size)
         # nn.Module's attribute look-up takes a microsecond more. Parametrizations and FSDP store the tensors elsewhere.

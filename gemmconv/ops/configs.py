@@ -57,10 +57,3 @@ def pass_configs(direction: Pass, problem: Problem, tensors: Tensors, options: O
         return config_of(problem, first, tensors[2], options), config_of(problem, first, second, options)
     bias = len(tensors) > 2 and tensors[2] is not None
     return (config_of(problem, first, second, options, bias),) * 2
-
-
-def bias_grad_config(grad_output: Tensor) -> Config:
-    """The configuration of a bias's gradient, from the gradient of the output ``[N, C_out, H_out, W_out]``."""
-    images, channels, height, width = grad_output.shape
-    problem = Problem(images, 1, channels, 1, (height, width), (1, 1))
-    return config_of(problem, grad_output, grad_output, Options(precision="ieee"))

@@ -11,12 +11,13 @@ from torch import Tensor
 
 from gemmconv import selection
 from gemmconv.device import DeviceSpec
+from gemmconv.geometry import Problem
 from gemmconv.kernels.base import Config, Direction, Pass, strides_of, why_no_kernels
 from gemmconv.kernels.forms import name_of_cast
 from gemmconv.kernels.program import Output, Program, one_after_the_other
 from gemmconv.kernels.splits import bias_grad
-from gemmconv.ops.configs import CallForm, bias_grad_config
-from gemmconv.ops.schemas import Tensors, WithoutData
+from gemmconv.ops.configs import CallForm, config_of
+from gemmconv.ops.schemas import Options, Tensors, WithoutData
 
 
 def pass_program(direction: Direction, config: Config, algorithm: str, where: str) -> Program | None:
@@ -83,11 +84,13 @@ def both_programs(gradients: selection.Gradients, config: Config, weight_config:
 
 
 def bias_grad_program(grad_output: Tensor, spec: DeviceSpec | None = None) -> Program | None:
-    """The program of a bias's gradient; None where torch computes it.
+    """The program of a bias's gradient, from ``[N, C_out, H_out, W_out]``; None where torch computes it.
 
     ``spec`` is the device to compute on, if it is not the one here.
     """
-    config = bias_grad_config(grad_output)
+    images, channels, height, width = grad_output.shape
+    problem = Problem(images, 1, channels, 1, (height, width), (1, 1))
+    config = config_of(problem, grad_output, grad_output, Options(precision="ieee"))
     config = config if spec is None else replace(config, spec=spec)
     if config.device.type != "cuda" or why_no_kernels(config.device, config.spec) is not None:
         return None
