@@ -174,8 +174,7 @@ class patched(TorchFunctionMode):
     ) -> None:
         super().__init__()
         validation.choice("patched", algorithm, NAMES, precision, workspace_limit)
-        self._settings: dict[str, Any] = {"algorithm": algorithm, "precision": precision}
-        self._settings["workspace_limit"] = workspace_limit
+        self._settings = dict[str, Any](algorithm=algorithm, precision=precision, workspace_limit=workspace_limit)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Replace the three functions, and call all others."""

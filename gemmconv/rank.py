@@ -25,7 +25,6 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from gemmconv import arrays, tuned, validation
-from gemmconv.device import DeviceSpec
 from gemmconv.dispatch import are_for_torch, is_for_torch, transforms_active
 from gemmconv.functional import conv_transpose2d
 from gemmconv.geometry import Problem, phases_of
@@ -153,8 +152,7 @@ def choose_way(config: Config, direction: Pass = "forward") -> Way:
     entry = None if torch.compiler.is_compiling() else tuned.entry_of(config, direction)
     if entry is not None:
         return cast(Way, entry.algorithms[0])
-    last = config.memory_format is torch.channels_last
-    way = way_of(config.problem, last, config.device, config.spec, config.is_ieee)
+    way = way_of(config)
     return "torch" if way == "product" and config.dtype == torch.float64 else way
 
 
@@ -270,7 +268,7 @@ def _checked(rank: int, input: Any, weight: Any, bias: Any, geometry: Any, optio
     return problem
 
 
-def way_of(problem: Problem, last: bool, device: torch.device, spec: DeviceSpec, is_ieee: bool) -> Way:
+def way_of(config: Config) -> Way:
     """The way of computing a volume that is expected to take the least time: a rule from measured layers.
 
     18 layers of nnU-Net, SwinUNETR, MONAI, VNet and KernelBench on an H200 (torch 2.11, cuDNN 9.19, TF32 and bfloat16),
@@ -282,23 +280,18 @@ def way_of(problem: Problem, last: bool, device: torch.device, spec: DeviceSpec,
     forward and 0.1 to 1.5 times backward, with a depth of 1 from 1.2 to 4.7 times. On two cores of an AMD EPYC: large
     volumes under a kernel equal to the stride 1.4 to 2.5 times, strides with dilation 2.1 to 2.7 times, others 0.5 to
     1.2 times.
-
-    Args:
-        problem: the volume's.
-        last: whether it is in channels_last_3d.
-        device, spec: where it is computed.
-        is_ieee: whether products are float32 that is not rounded to TF32.
     """
-    p, channels = problem, (problem.gemm_k, problem.out_channels // problem.groups)
+    p, last = config.problem, config.memory_format is torch.channels_last
+    channels = p.gemm_k, p.out_channels // p.groups
     apart = all(_is_apart(p, axis) for axis in range(3))
-    if device.type == "cuda":
+    if config.device.type == "cuda":
         if p.groups > 1 or max(p.dilation) > 1 or min(channels) < _DENSE:
             return "images"
-        if not spec.is_hopper:
+        if not config.spec.is_hopper:
             return "torch"
         if apart:
             return "images" if not last or p.kernel_size[0] == 1 else "torch"
-        if not is_ieee and max(p.stride) == 1 and max(channels) <= _FEW:
+        if not config.is_ieee and max(p.stride) == 1 and max(channels) <= _FEW:
             return "images"
         return "torch" if last else "product"
     if max(p.dilation) > 1 and max(p.stride) > 1:

@@ -114,11 +114,13 @@ def test_operator_compiles_and_leaves_transforms_and_float64_to_torch(as_product
 def test_rule_takes_dense_volumes_on_hopper():
     hopper, device = named("H200"), torch.device("cuda", 0)
     dense = Problem(2, 32, 64, 1, (16,) * 3, (3,) * 3, (2,) * 3, (1,) * 3, (0,) * 3, (1,) * 3)
-    assert rank.way_of(dense, False, device, hopper, False) == "product"
-    assert rank.way_of(dense, True, device, hopper, False) == "torch"
-    assert rank.way_of(dense, False, device, named("A100"), False) == "torch"
-    assert rank.way_of(replace(dense, kernel_size=(2,) * 3, padding=(0,) * 3), False, device, hopper, False) == "images"
-    assert rank.way_of(replace(dense, groups=2), False, device, hopper, False) == "images"
+    config = Config(dense, torch.float32, device, "tf32", spec=hopper)
+    apart, grouped = replace(dense, kernel_size=(2,) * 3, padding=(0,) * 3), replace(dense, groups=2)
+    assert rank.way_of(config) == "product"
+    assert rank.way_of(replace(config, memory_format=torch.channels_last)) == "torch"
+    assert rank.way_of(replace(config, spec=named("A100"))) == "torch"
+    assert rank.way_of(replace(config, problem=apart)) == "images"
+    assert rank.way_of(replace(config, problem=grouped)) == "images"
 
 
 def test_explain_says_that_a_volume_is_one_product():

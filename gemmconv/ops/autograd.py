@@ -193,7 +193,7 @@ def _conv_transpose2d_setup(ctx: Any, inputs: Arguments, output: Tensor) -> None
         compile_backward_ahead(tensors, ctx.options)
 
 
-def is_needed(ctx: Any, index: int) -> bool:
+def _is_needed(ctx: Any, index: int) -> bool:
     """Whether this backward pass needs the gradient of a tensor; autograd.grad may be asked for others only.
 
     torch answers that for the node that the gradient would go to, and refuses to for leaves that autograd.grad names.
@@ -207,7 +207,7 @@ def is_needed(ctx: Any, index: int) -> bool:
 
 
 def _conv_transpose2d_backward(ctx: Any, grad: Tensor) -> Arguments:
-    needs = is_needed(ctx, 0), is_needed(ctx, 1), ctx.has_bias and is_needed(ctx, 2)
+    needs = _is_needed(ctx, 0), _is_needed(ctx, 1), ctx.has_bias and _is_needed(ctx, 2)
     gradients = ctx.of_backward(grad, *ctx.saved_tensors, needs)
     if not ctx.has_bias:
         return gradients[:2]
