@@ -70,8 +70,8 @@ def _prepare_mixed(
     if (of_input is None) == (of_weight is None):
         return None
     grad_output, input, weight = tensors
-    is_of_input = of_input is not None  # the program
-    if is_of_input:
+    ours_is_of_input = of_input is not None
+    if ours_is_of_input:
         ours = bind_gradients(of_input, (grad_output, weight), form)
         torchs = gradients.weight_grad.weight_grad(weight_config)
         torchs = convert_results("weight_grad", torchs, grad_output, form._replace(with_bias=False))
@@ -80,10 +80,10 @@ def _prepare_mixed(
         torchs = gradients.input_grad.input_grad(config)
 
     def call(grad_output: Tensor, input: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
-        found = ours(grad_output, weight if is_of_input else input)
+        found = ours(grad_output, weight if ours_is_of_input else input)
         by_us, *bias = found if form.with_bias else (found,)
-        by_torch = torchs(grad_output, input if is_of_input else weight)
-        return (by_us, by_torch, *bias) if is_of_input else (by_torch, by_us, *bias)
+        by_torch = torchs(grad_output, input if ours_is_of_input else weight)
+        return (by_us, by_torch, *bias) if ours_is_of_input else (by_torch, by_us, *bias)
 
     return call
 
