@@ -25,22 +25,24 @@ from torch.utils._device import DeviceContext
 _keys_of = torch._C._dispatch_keys
 HARMLESS_MODES: set[type] = {DeviceContext}  # of torch functions: they change no call that is recognised as plain
 function_mode_count: Callable[[], int] = torch._C._len_torch_function_stack
-
-
-def _kinds_of_function_modes() -> set[type]:
-    return {type(torch._C._get_function_stack_at(place)) for place in range(function_mode_count())}
+_function_mode_at = torch._C._get_function_stack_at
 
 
 def _function_modes() -> bool:
     """Whether a mode of torch functions is active that may change a plain call."""
-    return function_mode_count() > 0 and not _kinds_of_function_modes() <= HARMLESS_MODES
+    for place in range(function_mode_count()):  # noqa: SIM110  # any() takes longer, in every call under a default device
+        if type(_function_mode_at(place)) not in HARMLESS_MODES:
+            return True
+    return False
 
 
 def only_patched() -> bool:
     """Whether all modes of torch functions, one or more, are ``patched`` blocks and see calls."""
-    if torch._C._is_torch_function_all_disabled():
-        return False
-    return DeviceContext not in (kinds := _kinds_of_function_modes()) and kinds <= HARMLESS_MODES
+    for place in range(function_mode_count()):
+        kind = type(_function_mode_at(place))
+        if kind is DeviceContext or kind not in HARMLESS_MODES:
+            return False
+    return not torch._C._is_torch_function_all_disabled()
 
 
 # Functions that are true in a mode of this thread, other than forward-mode gradients; the last is for a profiler.
