@@ -37,7 +37,7 @@ def _function_modes() -> bool:
 
 
 def only_patched() -> bool:
-    """Whether all modes of torch functions, one or more, are ``patched`` blocks and see calls."""
+    """Whether all modes of torch functions, if there are any, are ``patched`` blocks and see calls."""
     for place in range(function_mode_count()):
         kind = type(_function_mode_at(place))
         if kind is DeviceContext or kind not in HARMLESS_MODES:
