@@ -10,7 +10,9 @@ import stat
 import tempfile
 import warnings
 from collections import Counter, defaultdict
+from dataclasses import replace
 from itertools import chain, cycle, islice, product
+from random import Random
 
 import pytest
 import torch
@@ -18,39 +20,24 @@ import torch
 import gemmconv
 from benchmarks.workloads import SUITES
 from gemmconv.geometry import Problem
-from tests.cases import TILED_CASES
 from tests.compiling import compile_into
 from tests.gates.modes import branches
-from tests.samples import config_of, problem_of
+from tests.samples import config_of
 
 pytest.importorskip("cuda.core", reason="compiling needs the cuda-core package")
 
+from gemmconv.algorithms import KERNELS
 from gemmconv.folder import cache_folder
-from gemmconv.kernels import sm90
 from gemmconv.kernels.columns import col2im
-from gemmconv.kernels.conv import gemm_mma
-from gemmconv.kernels.direct import forward as direct_forward
-from gemmconv.kernels.direct import forward_mma as direct_forward_mma
-from gemmconv.kernels.direct import grads_mma as direct_grads_mma
-from gemmconv.kernels.direct import input_grad as direct_input_grad
-from gemmconv.kernels.direct import weight_grad as direct_weight_grad
 from gemmconv.kernels.layout import cast, transpose
-from gemmconv.kernels.sm90 import (
-    gemm_fold_narrow,
-    gemm_fold_rows,
-    implicit_gemm,
-    implicit_gemm_choice,
-    wgrad_nchw,
-    wgrad_nhwc,
-)
+from gemmconv.kernels.program import At, Launch
 from gemmconv.kernels.splits import bias_grad, reduce
-from gemmconv.kernels.weights import pack
 from gemmconv.runtime import compiler, sources, worker
 from gemmconv.runtime.cache import KernelCache
 
 ARCHITECTURES = ["sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120a"]
 
-# Problems that make the kernels differ: tap loops, phases, cell widths, 64-bit offsets.
+# Problems that make the kernels differ: tap loops, phases, cell widths.
 PROBLEMS = {
     "decoder": Problem(2, 8, 4, 1, (8, 8), (4, 4), (2, 2), (1, 1)),
     "plain": Problem(2, 8, 4, 1, (8, 8), (3, 5)),
@@ -65,301 +52,105 @@ PROBLEMS = {
     "large_kernel": Problem(1, 3, 2, 1, (9, 10), (7, 7), (1, 1), (3, 3)),
     "depthwise": Problem(2, 64, 64, 64, (20, 20), (4, 4), (2, 2), (1, 1)),
     "grouped": Problem(2, 64, 64, 16, (20, 20), (3, 3), (1, 1), (1, 1)),
-    "huge": Problem(1, 2, 3, 1, (50_000, 50_000), (2, 2), (2, 2)),
 }
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
-
-
-def kernel_variants():
-    """Every source with every macro set that the problems and dtypes above need, duplicates left out."""
-    variants = {}
-    for name, problem in PROBLEMS.items():
-        for dtype in DTYPES if name in ("decoder", "asymmetric", "depthwise") else [torch.float32]:
-            label = f"{name}-{str(dtype).removeprefix('torch.')}"
-            columns = torch.float64 if dtype == torch.float64 else torch.float32
-            variants[f"col2im-{label}"] = ("columns/col2im.cu", col2im.col2im_macros(problem, columns, dtype))
-            variants[f"im2col-{label}"] = ("columns/im2col.cu", col2im.im2col_macros(problem, dtype))
-            if name == "decoder":
-                macros = col2im.col2im_macros(problem, dtype, dtype)  # the public col2im
-                variants[f"col2im-public-{label}"] = ("columns/col2im.cu", macros)
-            for layout in (False, True):
-                if (tile := direct_forward.tile_of(problem, dtype, layout)) is not None:
-                    macros = direct_forward.forward_macros(problem, dtype, layout, tile)
-                    variants[f"direct-{'nhwc' if layout else 'nchw'}-{label}"] = ("direct/forward.cu", macros)
-            tile = direct_input_grad.input_grad_tile(problem, dtype.itemsize)
-            macros = direct_input_grad.input_grad_macros(tile, dtype)
-            variants[f"direct_input_grad-{label}"] = ("direct/input_grad.cu", macros)
-            tile = direct_weight_grad.weight_grad_tile(problem, dtype.itemsize)
-            macros = direct_weight_grad.weight_grad_macros(tile, dtype)
-            variants[f"direct_weight_grad-{label}"] = ("direct/weight_grad.cu", macros)
-            both = direct_weight_grad.weight_grad_tile(problem, dtype.itemsize, True)
-            if both.computes_both:
-                macros = direct_weight_grad.weight_grad_macros(both, dtype, input_grad=True)
-                variants[f"direct_weight_grad-both-{label}"] = ("direct/weight_grad.cu", macros)
-            for layout in (torch.contiguous_format, torch.channels_last):
-                macros = bias_grad.bias_grad_macros(config_of(problem, dtype, layout))
-                variants[f"bias_grad-{dtype}-{macros['LANES']}-{macros['VECTOR']}"] = ("splits/bias_grad.cu", macros)
-            variants[f"reduce-{dtype}"] = ("splits/reduce.cu", reduce.sum_macros(dtype))
-    for low in (torch.float16, torch.bfloat16):
-        for source, target in ((torch.float32, low), (low, torch.float32)):
-            (step,) = cast.casts([("a", "b", 1)], source, target)
-            variants[f"cast-{source}-{target}"] = (step.source, step.macros)
-    for label, (macros, _) in MMA_VARIANTS.items():
-        variants[label] = ("direct/forward_mma.cu", macros)
-    for label, (macros, _) in GRADS_VARIANTS.items():
-        variants[label] = ("direct/grads_mma.cu", macros)
-    for channels, pixels, itemsize in (
-        *((96, 4095, 2), (3, 4096, 2), (21, 67, 2), (64, 1023, 4), (70, (1 << 31) - 1025, 8)),  # staged
-        *((96, 4096, 2), (12, 112, 2), (64, 1032, 4), (8, (1 << 31) - 1032, 8)),
-    ):
-        for to_last in (False, True):
-            macros = transpose.macros_of(channels, pixels, to_last, itemsize)
-            variants[f"transpose-{channels}-{pixels}-{itemsize}-{to_last}"] = ("layout/transpose.cu", macros)
-    variants |= fused_variants() | fold_variants() | one_format_variants() | row_variants() | gradient_variants()
-    return variants | gemm_mma_variants()
-
-
-def mma_variants():
-    """Macros of direct/forward_mma.cu, and the tile that they are for, for the problems above and wider ones."""
-    problems = {**PROBLEMS, **{f"tiled{i}": problem_of(case) for i, case in enumerate(TILED_CASES) if i % 2}}
-    layers, variants = problems_by_name(), {}
-    problems |= {name: layers[name] for name in ("kb75", "kb81")}  # in NCHW with long lines, of 75 in float32
-    for name, problem in problems.items():
-        for dtype in (torch.float32, torch.float16, *([torch.bfloat16] if name in ("decoder", "grouped") else [])):
-            for layout in (False, True):
-                if (tile := direct_forward_mma.tile_of(problem, dtype.itemsize, layout)) is not None:
-                    label = (
-                        f"direct_forward_mma-{'nhwc' if layout else 'nchw'}-{name}-{str(dtype).removeprefix('torch.')}"
-                    )
-                    variants[label] = (direct_forward_mma.forward_macros(tile, dtype), tile)
-    return variants
-
-
-# Name of a problem or of a layer to measure, type, layout.
-FUSED = [
-    ("decoder", "float32", "nchw"),
-    ("asymmetric", "bfloat16", "nhwc"),
-    ("holes", "float16", "nchw"),
-    ("depthwise", "float16", "nhwc"),
-    ("grouped", "tf32", "nhwc"),
-    ("huge", "tf32", "nchw"),
-    ("kb57", "float32", "nchw"),
-    ("kb57", "tf32", "nhwc"),
-    ("kb69", "float32", "nchw"),
-    ("kb71", "float32", "nchw"),
-    ("kb71", "float16", "nhwc"),
-    ("pose3", "float32", "nchw"),
-    ("pose3", "bfloat16", "nchw"),
-    ("unet4", "float32", "nchw"),
-    ("unet4", "float16", "nchw"),
-    ("hifigan2", "float16", "nchw"),
-    ("encodec2", "float16", "nchw"),
-    ("kb65", "tf32", "nchw"),
-    ("sam2", "float32", "nchw"),
-    ("sam2", "tf32", "nhwc"),
-    ("stylegan_up256", "float32", "nhwc"),
-    ("stylegan_up256", "float16", "nchw"),
-]
-BOTH_DIRECTIONS = ("asymmetric", "kb71", "pose3", "unet4")
-
-
-def fused_variants():
-    """Both sources of fused for the problems above and for layers of full size."""
-    problems, variants = problems_by_name(), {}
-    for name, kind, layout in FUSED:
-        dtype = torch.float32 if kind == "tf32" else getattr(torch, kind)
-        for direction in ("forward", "input_grad") if name in BOTH_DIRECTIONS else ("forward",):
-            split, channels_last = kind == "float32", layout == "nhwc"
-            plan = implicit_gemm_choice.plan_of(problems[name], direction, dtype.itemsize, split, channels_last)
-            for source, macros_of in (
-                ("weights/pack", implicit_gemm.weight_macros_of),
-                ("sm90/implicit_gemm", implicit_gemm.macros_of),
-            ):
-                label = f"{source}-{direction}-{layout}-{name}-{kind}"
-                variants[label] = (f"{source}.cu", macros_of(plan, dtype))
-    return variants
-
-
-# Name of a problem or of a layer to measure, type, layout.
-FOLDS = [
-    (name, kind, layout)
-    for name in ("dcgan5", "fsrcnn")
-    for kind in ("float32", "tf32", "float16")
-    for layout in ("nchw", "nhwc")
-]
-FOLDS += [("decoder", "bfloat16", "nhwc"), ("vocoder", "tf32", "nchw"), ("plain", "float32", "nchw")]
-FOLDS += [("huge", "float32", "nchw"), ("huge", "tf32", "nhwc"), ("patches", "float16", "nchw")]
-
-
-def fold_variants():
-    """sm90/gemm_fold_narrow.cu for some of the problems above and for layers of full size."""
-    problems, variants = problems_by_name(), {}
-    for name, kind, layout in FOLDS:
-        dtype = torch.float32 if kind == "tf32" else getattr(torch, kind)
-        tile = gemm_fold_narrow.tile_of(problems[name], dtype.itemsize, kind == "float32", layout == "nhwc")
-        variants[f"gemm_fold_narrow-{layout}-{name}-{kind}"] = (
-            "sm90/gemm_fold_narrow.cu",
-            gemm_fold_narrow.macros_of(tile, dtype),
-        )
-    return variants
-
-
-def gemm_mma_variants():
-    """conv/gemm_mma.cu with each entry of its menu in each precision, layers and formats in turn, and its weights."""
-    problems, variants = problems_by_name(), {}
-    passes = cycle([("kb69", "forward"), ("dcgan2", "forward"), ("kb78", "input_grad"), ("kernel_2", "forward")])
-    formats = cycle([torch.contiguous_format, torch.channels_last, torch.channels_last])
-    kinds = ("float32", "ieee"), ("float32", "tf32"), ("float16", "ieee"), ("bfloat16", "ieee")
-    for (kind, precision), entry in product(kinds, gemm_mma.MENU):
-        (name, direction), layout = next(passes), next(formats)
-        config = config_of(problems[name], getattr(torch, kind), layout, precision)
-        tiles = (one for one in gemm_mma.KERNEL.tiles(config, direction) if (*one.warps, *one.tiles) == entry)
-        if (tile := next(tiles, None)) is not None:
-            work, label = gemm_mma.Work(config, direction, tile), f"{kind}-{precision}-{'-'.join(map(str, entry))}"
-            variants[f"gemm_mma-{label}"] = ("conv/gemm_mma.cu", gemm_mma.macros_of(work))
-            variants[f"gemm_mma_weights-{label}"] = ("weights/pack.cu", gemm_mma.weight_macros_of(work))
-    return variants
-
-
-# Kernel, name of a layer to measure, type; which tile, None for its own. Of implicit_gemm_nhwc, which blocks of rows,
-# lines and what lies between groups.
-ONE_FORMAT = [
-    ("gemm_depth_to_space", "maskrcnn", "float16", None),
-    ("gemm_depth_to_space", "maskrcnn", "float32", None),
-    ("gemm_depth_to_space", "unet1", "float32", None),
-    ("gemm_depth_to_space", "unet4", "bfloat16", -1),
-    ("gemm_depth_to_space", "pointpillars1", "float32", None),
-    ("gemm_depth_to_space", "pointpillars3", "bfloat16", None),
-    ("gemm_depth_to_space", "pointpillars3", "float32", 5),
-    ("gemm_depth_to_space", "stride_4", "float32", None),
-    *(
-        ("gemm_fold_pixels", name, kind, choice)
-        for name in ("pose1", "dcgan2", "dcgan3", "dcgan4", "hifigan2", "hifigan3", "encodec2", "fcn8s_up2")
-        for kind, choice in (("float16", None), ("bfloat16", -1), ("float32", None), ("float32", 0), ("float32", -1))
-    ),
-    *(
-        ("implicit_gemm_nhwc", name, kind, fields)
-        for names, kind, fields in (
-            (("pose3", "dcgan2", "kb69", "hifigan1"), "float16", None),
-            (("pose3", "dcgan2", "kb69", "hifigan1"), "float32", None),
-            (("pose3", "dcgan3", "kb69", "encodec2"), "bfloat16", (2, 128, 8)),
-            (("dcgan3", "kb69", "encodec2"), "bfloat16", (1, 128, 0)),
-            (("pose1", "hifigan1", "encodec1"), "float16", (1, 256, 0)),
-            (("pose1", "pose3", "channels_1024"), "bfloat16", (1, 256, 8)),
-            (("pose3", "dcgan3"), "float32", (2, 128, 0)),
-            (("pose1",), "float32", (1, 256, 0)),
-            (("pose3",), "float16", (2, 128, 9)),
-            (("dcgan4",), "bfloat16", (2, 64, 9)),
-            (("kb57",), "bfloat16", (2, 64, 8)),
-            (("kernel_7",), "float32", (2, 64, 0)),
-        )
-        for name in names
-    ),
-]
-
-
-def one_format_variants():
-    """Kernels of one format, and weights/pack.cu for TF32 that is K-major, for layers of full size."""
-    problems, variants = problems_by_name(), {}
-    for kernel, name, kind, choice in ONE_FORMAT:
-        module, dtype = getattr(sm90, kernel), torch.float32 if kind == "tf32" else getattr(torch, kind)
-        tile, tiles = (of(problems[name], dtype.itemsize) for of in (module.tile_of, module.tiles_of))
-        if isinstance(choice, tuple):
-            tile = next((one for one in tiles if (one.row_blocks, one.lines, one.group) == choice), None)
-        elif choice is not None and tile is not None:
-            tile = [*tiles][choice]
-        if tile is None:
-            continue
-        variants[f"{kernel}-{name}-{kind}-{choice}"] = (f"sm90/{kernel}.cu", module.macros_of(tile, dtype))
-        if kernel == "gemm_depth_to_space" and tile.packed:
-            macros = pack.k_major_macros(problems[name], tile.lines, tile.chunks * 8, tile.problem.kernel_size[1])
-            variants[f"pack-{name}"] = ("weights/pack.cu", macros)
-    return variants
-
-
-# Name of a layer to measure, type, direction; which tile, None for its own.
-ROWS = [
-    (name, kind, direction, choice)
-    for name, direction in (
-        *((name, "forward") for name in ("kb57", "kb69", "kb71", "sam1", "kernel_2", "stride_3", "stride_4")),
-        *(("encodec4", "forward"), ("groups_4", "forward"), ("kb78", "input_grad")),
-    )
-    for kind, choice in (("float16", None), ("bfloat16", -1), ("float32", None), ("float32", -1))
-]
-
-
-# Rows of outputs of odd widths, which take more registers.
-ODD_ROWS = {
+KINDS = {
+    "float32": (torch.float32, "ieee"),
+    "tf32": (torch.float32, "tf32"),
+    "float16": (torch.float16, "ieee"),
+    "bfloat16": (torch.bfloat16, "ieee"),
+    "float64": (torch.float64, "ieee"),
+}
+FORMATS = {"nchw": torch.contiguous_format, "nhwc": torch.channels_last}
+# Layers of full size, whose tiles differ: for kernels on tensor cores, and for all of them.
+LAYERS = (
+    *("kb57", "kb65", "kb69", "kb71", "kb78", "sam1", "sam2", "unet1", "unet4", "maskrcnn", "dcgan2", "dcgan3"),
+    *("dcgan4", "pose1", "pose3", "fcn8s_up2", "fsrcnn", "stylegan_up256", "pointpillars1", "pointpillars3"),
+    *("hifigan1", "hifigan2", "hifigan3", "encodec1", "encodec2", "encodec4", "kernel_2", "kernel_7", "stride_3"),
+    *("stride_4", "channels_1024"),
+)
+LAYERS_OF_ALL = "kb75", "kb81", "dcgan5", "groups_4", "groups_16"
+IN_ALL_TYPES = "decoder", "asymmetric", "depthwise"
+ODD_ROWS = {  # rows of odd widths, which take more registers
     "odd_stride_2": Problem(8, 64, 96, 1, (128, 128), (3, 3), (2, 2), (1, 1)),
     "odd_stride_3": Problem(8, 64, 64, 1, (132, 132), (4, 4), (3, 3), (3, 3)),
     "odd_stride_4": Problem(8, 16, 32, 1, (128, 128), (5, 5), (4, 4), (1, 1)),
 }
 
 
-def row_variants():
-    """sm90/gemm_fold_rows.cu and weights/pack.cu for layers of full size."""
-    problems, variants = {**problems_by_name(), **ODD_ROWS}, {}
-    for name, kind, direction, choice in (*ROWS, *((name, "float32", "forward", None) for name in ODD_ROWS)):
-        kernel, config = gemm_fold_rows.KERNEL, config_of(problems[name], getattr(torch, kind), precision="tf32")
-        tile = kernel.tile(config, direction)
-        if tile is None:  # in TF32, a layer whose columns are outputs
+def launches_of_kernels():
+    """What each kernel launches for the problems above and the layers, with the tile that it chooses, or any.
+
+    Each in two of the types that it takes, in turn; some in all of them.
+    """
+    layers = {workload.name: workload.problem for suite in SUITES.values() for workload in suite}
+    for kernel in KERNELS.values():
+        if kernel.device_type != "cuda" or kernel.name == "native":
             continue
-        if choice is not None:
-            tile = [*kernel.tiles(config, direction)][choice]
-        for launch in kernel.program(config, direction, tile).steps:
-            label = f"{launch.source.removesuffix('.cu')}-{direction}-{name}-{kind}-{choice}"
-            variants[label] = (launch.source, launch.macros)
-    return variants
+        of_fused = kernel.name.startswith(("sm90/", "conv/"))
+        names = LAYERS_OF_ALL + (LAYERS if of_fused or kernel.name.endswith("_mma") else ())
+        problems = PROBLEMS | {name: layers[name] for name in names}
+        problems |= ODD_ROWS if kernel.name == "sm90/gemm_fold_rows" else {}
+        formats = [name for name, one in FORMATS.items() if kernel.computed_in in (None, one)]
+        for direction, layout in product(kernel.directions, formats):
+            kinds = cycle(KINDS)
+            for name, problem in problems.items():
+                configs = {kind: config_of(problem, one[0], FORMATS[layout], one[1]) for kind, one in KINDS.items()}
+                turn = islice(kinds, len(KINDS))
+                served = (kind for kind in turn if kernel.why_not(configs[kind], direction) is None)
+                for kind in islice(served, len(KINDS) if name in IN_ALL_TYPES else 2):
+                    label, config = f"{kernel.name}-{direction}-{name}-{kind}-{layout}", configs[kind]
+                    tiles = {"own": kernel.tile(config, direction)}
+                    if of_fused and direction != "weight_grad":  # some of whose tiles, which no layer takes, spill
+                        tiles["any"] = Random(label).choice([*islice(kernel.tiles(config, direction), 60)])
+                    for which, tile in tiles.items():
+                        for step in kernel.program(config, direction, tile).steps:
+                            if isinstance(step, Launch):
+                                yield f"{label}-{which}-{step.source}", step
 
 
-# Name of a layer to measure, type.
-GRADIENTS = [
-    (name, kind)
-    for name in ("kb57", "kb78", "unet4", "sam2", "hifigan2", "encodec4", "dcgan4", "pointpillars1")
-    for kind in ("float32", "tf32", "float16")
-]
-GRADIENTS += [("kb71", "bfloat16"), ("pose3", "bfloat16"), ("stylegan_up256", "tf32")]
+def launches_of_helpers():
+    """Casts, transposes, gradients of biases, and what the function ``col2im`` launches."""
+    for dtype in DTYPES:
+        yield f"col2im-{dtype}", *col2im.fold(PROBLEMS["decoder"], dtype, dtype, At("output"), 2, (0, 8), (0, 16))
+    for low in (torch.float16, torch.bfloat16):
+        for source, target in ((torch.float32, low), (low, torch.float32)):
+            yield f"cast-{source}-{target}", *cast.casts([("a", "b", 1)], source, target)
+    for shape, itemsize in (
+        *(((1, 96, 1, 4095), 2), ((1, 3, 1, 4096), 2), ((1, 21, 1, 67), 2), ((1, 64, 1, 1023), 4)),  # staged
+        *(((1, 70, 1, (1 << 31) - 1025), 8), ((1, 8, 1, (1 << 31) - 1032), 8)),
+        *(((1, 96, 1, 4096), 2), ((1, 12, 1, 112), 2), ((1, 64, 1, 1032), 4)),
+    ):
+        for layout, memory_format in FORMATS.items():
+            yield f"transpose-{shape}-{itemsize}-{layout}", transpose.transposition(shape, itemsize, memory_format)[0]
+    for (name, problem), dtype, layout in product(PROBLEMS.items(), DTYPES, FORMATS):
+        if (program := bias_grad.program(config_of(problem, dtype, FORMATS[layout]))) is not None:
+            yield from ((f"{step.source}-{name}-{dtype}-{layout}", step) for step in program.steps)
 
 
-def gradient_variants():
-    """sm90/wgrad_nchw.cu, _lines.cu and _sum.cu for layers of full size."""
-    problems, variants = problems_by_name(), {}
-    for name, kind in GRADIENTS:
-        dtype = torch.float32 if kind == "tf32" else getattr(torch, kind)
-        tile = wgrad_nchw.tile_of(problems[name], dtype.itemsize, kind == "float32", 64 << 20)
-        variants[f"wgrad_nchw-{name}-{kind}"] = (
-            "sm90/wgrad_nchw.cu",
-            wgrad_nchw.macros_of(tile, dtype),
-        )
-        if dtype.itemsize == 2:
-            tile = wgrad_nhwc.tile_of(problems[name], 64 << 20)
-            macros = wgrad_nhwc.macros_of(tile, dtype, 2)
-            variants[f"wgrad_nhwc-{name}-{kind}"] = ("sm90/wgrad_nhwc.cu", macros)
-        macros = reduce.wgrad_macros(problems[name], dtype, 132)
-        variants[f"reduce-{name}-{kind}"] = ("splits/reduce.cu", macros)
-        last = {**macros, "CHANNELS_LAST": 1, "SUM_T": "float", "WRITE": 1}
-        variants[f"reduce-{name}-{kind}-last"] = ("splits/reduce.cu", last)
-    return variants
+def kernel_launches():
+    """Launches by a label, each with a value of a macro that is new to its source; one of each with wide offsets."""
+    found, known = {}, set()
+    for label, launch in chain(launches_of_kernels(), launches_of_helpers()):
+        forms = [(label, launch)]
+        if (last := reduce.in_channels_last(launch, 2)) is not None:  # sums, of which there are other forms
+            forms.append((f"{label}-last", reduce.widened(last, torch.float32)))
+        for name, one in forms:
+            if not known.issuperset(values := {(one.source, *item) for item in one.macros.items()}):
+                known |= values
+                found[name] = one
+    for label, launch in {launch.source: (label, launch) for label, launch in reversed(found.items())}.values():
+        if "numeric/index.cuh: defined INDEX_64" in branches(launch.source, None):
+            found[f"{label}-wide"] = replace(launch, macros={**launch.macros, "INDEX_64": 1})
+    return found
 
 
-def problems_by_name():
-    """The problems above, and layers of full size."""
-    return {**{workload.name: workload.problem for suite in SUITES.values() for workload in suite}, **PROBLEMS}
+def kernel_variants():
+    """Sources with the macros that specialise them, by a label."""
+    return {label: (launch.source, launch.macros) for label, launch in LAUNCHES.items()}
 
 
-def grads_variants():
-    """Macros of direct/grads_mma.cu, and the tile that they are for, for the problems above and layers of full size."""
-    problems, variants = problems_by_name(), {}
-    for name in (*PROBLEMS, "kb75", "dcgan5", "groups_4", "groups_16"):
-        for dtype in (torch.float32, torch.float16, *([torch.bfloat16] if name in ("decoder", "kb75") else [])):
-            if (tile := direct_grads_mma.tile_of(problems[name], dtype.itemsize)) is not None:
-                macros = direct_grads_mma.grads_macros(tile, dtype)
-                variants[f"direct_grads_mma-{name}-{str(dtype).removeprefix('torch.')}"] = (macros, tile)
-    return variants
-
-
-MMA_VARIANTS = mma_variants()
-GRADS_VARIANTS = grads_variants()
+LAUNCHES = kernel_launches()
 VARIANTS = kernel_variants()
 OTHERS = [arch for arch in ARCHITECTURES if arch != "sm_90a"]
 
@@ -402,44 +193,12 @@ COMPILATIONS = {*((variant, "sm_90a") for variant in first_of_each_kind()), *for
 EVERY_COMPILATION = [
     (variant, arch) for variant, (source_name, _) in VARIANTS.items() for arch in architectures_of(source_name)
 ]
-# Their blocks of many sums have 128 threads, and three of those fit the registers of a multiprocessor.
-MOST_REGISTERS = dict.fromkeys(("direct/forward.cu", "direct/input_grad.cu", "direct/weight_grad.cu"), 168)
+# Beside what launch bounds leave to threads, to which ptxas keeps. Blocks of many sums have 128 threads, and three of
+# those fit the registers of a multiprocessor.
+MOST_REGISTERS = {"direct/forward.cu": 168, "direct/input_grad.cu": 168, "direct/weight_grad.cu": 168}
+MOST_OF_FOLDERS = dict.fromkeys(("columns", "layout", "splits", "weights"), 128)
 LEAST_SHARED_BYTES = 99 << 10  # that a block may have on every architecture since sm_80
 SMALL = ("columns/col2im.cu", col2im.col2im_macros(PROBLEMS["decoder"], torch.float32, torch.float32))
-
-
-def most_registers(source_name, macros):
-    """Return the registers that a thread may take; with tensor cores those that its blocks leave to it."""
-    if source_name in ("direct/forward_mma.cu", "direct/grads_mma.cu"):
-        names = (
-            ("WARPS_M", "WARPS_N")
-            if source_name == "direct/forward_mma.cu"
-            else ("ROW_WARPS", "COLUMN_WARPS", "CI_WARPS")
-        )
-        threads = 32 * math.prod(macros[name] for name in names)
-        return min(255, 65_536 // (threads * macros["MIN_BLOCKS"]))
-    if source_name == "conv/gemm_mma.cu":
-        warps, tiles = ((macros[f"{name}_M"], macros[f"{name}_N"]) for name in ("WARPS", "TILES"))
-        tile = gemm_mma.Tile(warps, tiles, 1, (1, 1, 1), 2)
-        return min(255, 65_536 // (tile.threads * tile.resident(1 + macros["SPLIT"])) // 8 * 8)
-    if source_name == "sm90/gemm_fold_narrow.cu":
-        threads = 128 * macros["WARPGROUPS"] + macros["FOLDERS"] + macros["PRODUCERS"]
-        warpgroups = -(-threads // 128)  # ptxas gives registers to whole ones
-        return min(255, 65_536 // (128 * warpgroups * macros["MIN_BLOCKS"]))
-    of_384 = (
-        "sm90/gemm_fold_rows.cu",
-        "sm90/gemm_depth_to_space.cu",
-        "sm90/gemm_fold_pixels.cu",
-        "sm90/implicit_gemm_nhwc.cu",
-    )
-    if source_name in of_384:
-        return 65_536 // 384 // 8 * 8  # as launch bounds have it; those who multiply take more once others gave some up
-    if source_name in ("sm90/wgrad_nchw.cu", "sm90/wgrad_nhwc.cu"):
-        warpgroups = math.prod(macros.get(f"SIDES_{side}", 1) for side in ("CI", "CO", "H", "W"))
-        return min(255, 65_536 // (128 * (warpgroups + 1)) // 8 * 8)
-    if source_name == "sm90/implicit_gemm.cu":
-        return 65_536 // (macros["PRODUCERS"] + 288) // 8 * 8
-    return MOST_REGISTERS.get(source_name, 128)
 
 
 @pytest.mark.parametrize(
@@ -447,11 +206,12 @@ def most_registers(source_name, macros):
     [one if one in COMPILATIONS else pytest.param(*one, marks=pytest.mark.slow) for one in EVERY_COMPILATION],
 )
 def test_compile_builds_every_kernel_for_every_architecture_without_spills(variant, arch, compilations):
-    source_name, macros = VARIANTS[variant]
+    source_name, _ = VARIANTS[variant]
     compiled = compilations[variant, arch].result()
     assert compiled.cubin[:4] == b"\x7fELF"
     assert compiled.spill_bytes == 0, compiled.log
-    assert 0 < compiled.registers <= most_registers(source_name, macros), compiled.log
+    most = MOST_REGISTERS.get(source_name) or MOST_OF_FOLDERS.get(source_name.split("/")[0], 255)
+    assert 0 < compiled.registers <= most, compiled.log
     assert "warning" not in compiled.log, compiled.log
     assert "wgmma.mma_async instructions are serialized" not in compiled.log, compiled.log
 
@@ -469,30 +229,19 @@ def test_compile_variants_use_every_source():
     assert {source_name for source_name, _ in VARIANTS.values()} == kernels
 
 
-def test_compile_variants_use_both_offset_widths():
-    for names in (
-        {"direct/forward_mma.cu"},
-        {"direct/grads_mma.cu"},
-        {"sm90/implicit_gemm.cu"},
-        {"sm90/gemm_fold_narrow.cu"},
-        {source_name for source_name, _ in VARIANTS.values()},
-    ):
-        found = {"INDEX_64" in macros for source_name, macros in VARIANTS.values() if source_name in names}
-        assert found == {True, False}
+def test_compile_variants_take_every_branch_of_the_preprocessor():
+    taken = {branch for name, macros in VARIANTS.values() for branch in branches(name, macros)}
+    every = {branch for name, _ in VARIANTS.values() for branch in branches(name, None)}
+    no_host_asks_for = {"geometry/rows.cuh: ROW_ORDER == ROWS_COLUMNS"}
+    assert {branch for branch in every - taken if "__CUDA_ARCH__" not in branch} <= no_host_asks_for
 
 
-@pytest.mark.parametrize("variant", [*MMA_VARIANTS, *GRADS_VARIANTS])
-def test_tiles_on_tensor_cores_fit_the_shared_memory_of_every_architecture(variant):
-    macros, tile = {**MMA_VARIANTS, **GRADS_VARIANTS}[variant]
-    assert tile.shared_bytes == macros["SHARED_BYTES"] <= LEAST_SHARED_BYTES
-    assert tile.threads <= 1024
-    assert 1 <= macros["MIN_BLOCKS"] <= 2048 // tile.threads
-
-
-def test_variants_on_tensor_cores_are_of_nearly_all_problems():
-    problems = {variant.split("-")[2] for variant in MMA_VARIANTS}
-    assert {tile.shifted for _, tile in MMA_VARIANTS.values()} == {True, False}
-    assert {name for name in PROBLEMS if name not in problems} <= {"depthwise"}
+@pytest.mark.parametrize("variant", [label for label, one in LAUNCHES.items() if not one.source.startswith("sm90/")])
+def test_blocks_fit_the_shared_memory_of_every_architecture(variant):
+    launch, threads = LAUNCHES[variant], math.prod(LAUNCHES[variant].block)
+    assert launch.shared_bytes == launch.macros.get("SHARED_BYTES", launch.shared_bytes) <= LEAST_SHARED_BYTES
+    assert threads <= 1024
+    assert 1 <= launch.macros.get("MIN_BLOCKS", 1) <= 2048 // threads
 
 
 # Errors
@@ -526,6 +275,7 @@ def test_compile_error_carries_options_log_and_numbered_source():
 def test_nvrtc_is_asked_to_keep_nothing_where_it_would(version, asked, monkeypatch):
     """Since 12.9 it has a cache; before, it would refuse the option."""
     monkeypatch.setattr(compiler.nvrtc, "nvrtcVersion", lambda: (compiler.nvrtc.nvrtcResult.NVRTC_SUCCESS, *version))
+    monkeypatch.setattr(compiler, "_has_driver_cache", compiler._has_driver_cache.__wrapped__)
     assert compiler._options(*SMALL, "sm_90a").no_cache is asked
 
 
