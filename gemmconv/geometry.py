@@ -80,12 +80,17 @@ class Problem:
     @property
     def weight_shape(self) -> Shape4:
         """``[C_in, C_out/groups, K_h, K_w]``."""
-        return (self.in_channels, self.out_channels // self.groups, *self.kernel_size)
+        return (self.in_channels, self.group_out_channels, *self.kernel_size)
 
     @property
     def output_shape(self) -> Shape4:
         """``[N, C_out, H_out, W_out]``."""
         return (self.batch, self.out_channels, *self.output_size)
+
+    @property
+    def group_out_channels(self) -> int:
+        """Output channels of a group; its input channels are :attr:`gemm_k`."""
+        return self.out_channels // self.groups
 
     @property
     def geometry(self) -> tuple[Pair, Pair, Pair, int, Pair]:
@@ -123,7 +128,7 @@ class Problem:
     @property
     def gemm_m(self) -> int:
         """Rows of the columns: ``C_out/groups * K_h * K_w``."""
-        return self.out_channels // self.groups * self.taps
+        return self.group_out_channels * self.taps
 
     @property
     def gemm_n(self) -> int:
@@ -153,6 +158,11 @@ class Problem:
     def useful_flops(self) -> int:
         """Floating-point operations, a multiplication and an addition for each tap, channel pair and input pixel."""
         return 2 * self.column_elements * self.gemm_k
+
+    @cached_property
+    def image_elements(self) -> int:
+        """Elements of an image: of the input or of the output, whichever has more."""
+        return max(self.in_channels * self.in_pixels, self.out_channels * self.out_pixels)
 
     def image_bytes(self, itemsize: int) -> int:
         """Bytes of input and output."""

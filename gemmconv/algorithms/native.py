@@ -94,7 +94,7 @@ class Native(AlgorithmOfOne):
                 with settings:
                     gradient = torch.conv2d(grad_output, weight, None, p.stride, p.padding, p.dilation)
                 return restrided(gradient, strides)
-            if config.memory_format is torch.channels_last:
+            if config.channels_last:
                 input = _in_channels_last(grad_output, p.input_shape, strides)
             else:
                 input = shaped(grad_output)
@@ -211,7 +211,7 @@ def _prepare_backward(
     # torch 2.11 treats a tensor with one channel, whose strides fit either format, as NCHW. The weight gradient of a
     # kernel with one tap is then wrong by as much as it is large (cuDNN 9.19, any input in channels_last).
     strides = strides_of(p.output_shape, config.memory_format)
-    is_ambiguous = p.out_channels == 1 and config.memory_format is torch.channels_last
+    is_ambiguous = p.out_channels == 1 and config.channels_last
 
     def call(grad_output: torch.Tensor, input: torch.Tensor, weight: torch.Tensor) -> Sequence[torch.Tensor]:
         if is_ambiguous and grad_output.is_contiguous():

@@ -74,6 +74,11 @@ class Config:
         return self.dtype == torch.float32 and self.precision == "ieee"
 
     @property
+    def channels_last(self) -> bool:
+        """Whether ``memory_format`` is channels_last, not NCHW."""
+        return self.memory_format is torch.channels_last
+
+    @property
     def of_weight(self) -> Config:
         """The configuration of the weight's gradient alone, for a configuration of both gradients."""
         return replace(self, memory_format=self.weight_format or self.memory_format, weight_format=None)

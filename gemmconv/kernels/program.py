@@ -371,8 +371,7 @@ def clearing(config: Config, output: Output) -> Zero:
 
 def weight_steps(problem: Problem) -> dict[str, Field]:
     """Strides of a weight in elements, in either format: between output channels of a group, and between taps."""
-    channels = problem.out_channels // problem.groups
-    return {"weight_channel": ByFormat(problem.taps, 1), "weight_tap": ByFormat(1, channels)}
+    return {"weight_channel": ByFormat(problem.taps, 1), "weight_tap": ByFormat(1, problem.group_out_channels)}
 
 
 def plane_grid(x: int, planes: int) -> Extent3:

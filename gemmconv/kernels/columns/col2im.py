@@ -11,7 +11,7 @@ import torch
 
 from gemmconv.geometry import Problem
 from gemmconv.kernels.columns.chunking import Span
-from gemmconv.kernels.integers import INT32_MAX, power_of_two
+from gemmconv.kernels.integers import power_of_two
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros
 from gemmconv.kernels.program import At, Extent3, Launch, Params, plane_grid
 
@@ -45,10 +45,7 @@ def im2col_macros(problem: Problem, dtype: torch.dtype) -> Macros:
 
 
 def _geometry_macros(problem: Problem) -> Macros:
-    macros = geometry_macros(problem)
-    if max(problem.taps * problem.in_pixels, problem.out_pixels) > INT32_MAX:
-        macros["INDEX_64"] = 1
-    return macros
+    return geometry_macros(problem, max(problem.taps * problem.in_pixels, problem.out_pixels))
 
 
 def fold(

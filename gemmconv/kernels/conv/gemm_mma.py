@@ -13,8 +13,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-import torch
-
 from gemmconv.device import REGISTERS, DeviceSpec
 from gemmconv.hashing import cached_property
 from gemmconv.kernels.base import Config, Kernel, Pass
@@ -98,9 +96,9 @@ class Work:
         self.config, self.direction, self.tile = config, direction, tile
         self.batch, self.groups, self.itemsize = p.batch, p.groups, config.dtype.itemsize
         self.parts = 2 if config.is_ieee else 1
-        self.channels_last = config.memory_format is torch.channels_last
+        self.channels_last = config.channels_last
         order = 1 if direction == "forward" else -1
-        self.in_channels, self.out_channels = (p.in_channels // p.groups, p.out_channels // p.groups)[::order]
+        self.in_channels, self.out_channels = (p.gemm_k, p.group_out_channels)[::order]
         self.inputs, self.outputs = (_extents(p.input_size), _extents(p.output_size))[::order]
         self.step, self.span = (_extents(()), _extents(p.stride))[::order]
         self.phases = _phases(p.kernel_size, p.stride, p.padding, p.dilation, direction)
@@ -159,11 +157,6 @@ class Work:
         """Bytes from a pixel of the patch to the next."""
         return (self.tile.units | 1) * 16
 
-    @cached_property
-    def most_elements(self) -> int:
-        """Elements of an image, of the inputs or of the outputs."""
-        return self.groups * max(self.in_channels * math.prod(self.inputs), self.out_channels * math.prod(self.outputs))
-
     @property
     def stored_bytes(self) -> int:
         """Bytes of an output as it is stored: partial sums of split-K are float32."""
@@ -184,7 +177,7 @@ class Work:
         outputs, pixels = math.prod(self.tile.cells) * self.tile.phases, math.prod(self.patch[1])
         channels = self.tile.warps[1] // self.tile.phases * min(self.tile.tiles[1], 16 // self.stored_bytes) * 8
         lines, line = (outputs, channels) if self.channels_last else (channels, outputs)
-        places = max(pixels, outputs) * (8 if self.most_elements > INT32_MAX else 4)
+        places = max(pixels, outputs) * (8 if self.config.problem.image_elements > INT32_MAX else 4)
         return -(-places // 16) * 16 + max(_STAGES * pixels * self.pitch, lines * (line * self.stored_bytes + 16))
 
     @cached_property
@@ -298,7 +291,7 @@ def macros_of(work: Work) -> Macros:
         "TILE_W": tile.cells[2],
         **named_macros(work, "copy_bytes wide vector"),
         "PARTIALS": int(tile.splits > 1),
-        **index_macros(work.most_elements),
+        **index_macros(work.config.problem.image_elements),
     }
 
 

@@ -87,7 +87,7 @@ class _Correlation:
         together = not is_gradient and estimate.is_together(config)
         table = table_of(p, is_gradient, together)
         axes, entries, (low, high) = table.axes, table.entries, table.shift_range
-        sizes = [(p.in_channels // p.groups, p.input_shape), (p.out_channels // p.groups, p.output_shape)]
+        sizes = [(p.gemm_k, p.input_shape), (p.group_out_channels, p.output_shape)]
         (channels, source_shape), (targets, target_shape) = reversed(sizes) if is_gradient else sizes
         block = -(-targets // -(-targets // kernels.rows))
         blocks, planes = -(-targets // block), math.prod(axis.source_step for axis in axes)
@@ -118,7 +118,7 @@ class _Correlation:
         ]
         self.struct = Conv(
             _view(config, source_shape, channels, axes, False, source_last),
-            _view(config, target_shape, targets, axes, True, config.memory_format is torch.channels_last),
+            _view(config, target_shape, targets, axes, True, config.channels_last),
             p.groups,
             tuple(axis.cells for axis in axes),
             *(low, high, jobs, products, block, rows, blocks, splits, bands, band, strip, at_once, planes, plane),
@@ -278,7 +278,7 @@ class _Gradient:
         axes, (low, high) = table.axes, table.shift_range
         by_tap = sorted((tap, source_class, shift) for source_class, shift, (tap,) in table.entries)
         planes = math.prod(axis.source_step for axis in axes)
-        of_input, of_output = p.in_channels // p.groups, p.out_channels // p.groups
+        of_input, of_output = p.gemm_k, p.group_out_channels
         input_block = min(of_input, _GRADIENT_CHANNELS)
         grad_block = min(of_output, max(kernels.dot_columns, _GRADIENT_CHANNELS // planes))
         total, lanes = max(1, p.batch * table.cells), kernels.lanes

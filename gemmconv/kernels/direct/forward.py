@@ -131,8 +131,8 @@ class _Layer:
         self.channels_last = channels_last
         self.spec = spec
         self.item_bytes, self.sum_bytes = dtype.itemsize, accumulator_dtype(dtype).itemsize
-        self.channels_in = problem.in_channels // problem.groups
-        self.channels_out = problem.out_channels // problem.groups
+        self.channels_in = problem.gemm_k
+        self.channels_out = problem.group_out_channels
         self.is_depthwise = problem.groups == problem.in_channels == problem.out_channels
         self.planes = max(1, problem.batch * problem.groups)
         self.cells_h, self.cells_w = cells_of(problem)
@@ -490,7 +490,7 @@ class DirectKernel(Kernel):
 
     def declines(self, config: Config, direction: Pass) -> str | None:
         p = config.problem
-        if tile_of(p, config.dtype, config.memory_format is torch.channels_last, config.spec) is None:
+        if tile_of(p, config.dtype, config.channels_last, config.spec) is None:
             window = f"kernel_size={p.kernel_size}, dilation={p.dilation}"
             return f"the inputs of one cell must fit {SHARED_BYTES} bytes of shared memory, got {window}"
         if config.dtype == torch.float32 and (longest := longest_sum(p)) > LONGEST_SUM:
@@ -511,15 +511,14 @@ class DirectForward(DirectKernel):
     name = "direct/forward"
 
     def tile(self, config: Config, direction: Pass) -> Tile | None:
-        return tile_of(config.problem, config.dtype, config.memory_format is torch.channels_last, config.spec)
+        return tile_of(config.problem, config.dtype, config.channels_last, config.spec)
 
     def seconds(self, config: Config, direction: Pass, tile: Tile) -> float:
         if tile.depthwise:
             rates = _COST.depthwise_rate, _COST.depthwise_memory_rate, _COST.depthwise_step_seconds
             return _COST.launch_seconds + sum(seconds_of_parts(config, *rates))
-        channels_last = config.memory_format is torch.channels_last
-        cycles = cycles_of(config.problem, config.dtype, channels_last, tile, config.spec)
-        factor = _COST.channels_last_factor if channels_last else 1
+        cycles = cycles_of(config.problem, config.dtype, config.channels_last, tile, config.spec)
+        factor = _COST.channels_last_factor if config.channels_last else 1
         return _COST.launch_seconds + factor * cycles / clock_of(config)
 
     def fitted(self, config: Config, direction: Pass, tile: Tile) -> Tile:
@@ -529,9 +528,9 @@ class DirectForward(DirectKernel):
 
     def program(self, config: Config, direction: Pass, tile: Tile) -> Program:
         p, (cells_h, cells_w) = config.problem, cells_of(config.problem)
-        macros = forward_macros(p, config.dtype, config.memory_format is torch.channels_last, tile)
+        macros = forward_macros(p, config.dtype, config.channels_last, tile)
         tiles_w, planes = -(-cells_w // (tile.lanes_w * tile.cells)), p.batch * p.groups
-        out_blocks = -(-(p.out_channels // p.groups) // tile.channels_out)
+        out_blocks = -(-p.group_out_channels // tile.channels_out)
         tiles = -(-cells_h // (tile.rows * tile.turns)) * tiles_w * out_blocks
         params: Params = {
             "input, weight, bias, output": ("input", "weight", "bias", "output"),
@@ -558,7 +557,7 @@ def seconds_of_parts(
     double = 2 if config.dtype == torch.float64 else 1
     ffma_rate, copy_rate = ffma_rate * spec.ratio("fp32"), copy_rate * spec.ratio("bandwidth")
     step_seconds /= spec.ratio("clock")
-    moved, steps = p.least_bytes(config.dtype.itemsize), p.taps * p.out_channels // p.groups
+    moved, steps = p.least_bytes(config.dtype.itemsize), p.taps * p.group_out_channels
     return p.useful_flops / ffma_rate * double, moved / copy_rate, steps * step_seconds
 
 

@@ -174,7 +174,7 @@ class Tile:
         """Outputs that a lane stores at once from the stage."""
         p, most = self.problem, 16 // self.itemsize
         if self.channels_last:
-            return math.gcd(most, self.groups * self.channels, self.groups * (p.out_channels // p.groups))
+            return math.gcd(most, self.groups * self.channels, self.groups * p.group_out_channels)
         return math.gcd(most, 8 * p.stride[1], p.output_size[1])
 
     @property
@@ -256,8 +256,8 @@ class Tile:
     @property
     def sets(self) -> int:
         """Sets of weights, each of which a block may own."""
-        channels = self.problem.out_channels // self.problem.groups
-        return self.problem.groups // self.groups * -(-channels // (self.warps_m * self.channels))
+        p = self.problem
+        return p.groups // self.groups * -(-p.group_out_channels // (self.warps_m * self.channels))
 
     @property
     def tiles(self) -> Pair:
@@ -363,7 +363,7 @@ def tiles_of(problem: Problem, itemsize: int, channels_last: bool, spec: DeviceS
     """The tiles that a problem may have: those that fit registers and shared memory. None for depthwise layers."""
     if not _have_channels(problem):
         return
-    p, channels_out = problem, problem.out_channels // problem.groups
+    p, channels_out = problem, problem.group_out_channels
     row_tiles = power_of_two(-(-cells_of(p)[1] // 8))  # of 8 cells, that a row of an image fills
     staged = is_staged(p, itemsize, channels_last)
     for groups, channels in itertools.product(
@@ -438,7 +438,7 @@ def _steps(layer: Problem, row_phases: range, m_tile_lines: tuple[tuple[Pair, ..
 
 def _neighbours(problem: Problem, itemsize: int) -> list[int]:
     """Numbers of neighbouring groups that a block may own in channels_last: enough for whole sectors, or more."""
-    least, pixel_bytes = 1, problem.out_channels // problem.groups * itemsize
+    least, pixel_bytes = 1, problem.group_out_channels * itemsize
     while problem.groups % (2 * least) == 0 and least * pixel_bytes < _SECTOR_BYTES:
         least *= 2
     return [least * factor for factor in (1, 2, 4) if problem.groups % (least * factor) == 0]
@@ -459,7 +459,7 @@ def forward_macros(tile: Tile, dtype: torch.dtype) -> Macros:
     return {
         "ELEMENT_T": ELEMENT_TYPES[dtype],
         "IN_CHANNELS": p.gemm_k,
-        "OUT_CHANNELS": p.out_channels // p.groups,
+        "OUT_CHANNELS": p.group_out_channels,
         "CHANNELS_LAST": int(tile.channels_last),
         "FIRST_H": first_h,
         "FIRST_W": first_w,
@@ -484,7 +484,7 @@ def forward_macros(tile: Tile, dtype: torch.dtype) -> Macros:
         "PAIR_BEGIN": table(first_pairs),
         "PAIR_STEP": table([step for step, _ in pairs]),
         "PAIR_TILE": table([m for _, m in pairs]),
-        **geometry_macros(p, max(p.in_pixels * p.in_channels, p.out_pixels * p.out_channels)),
+        **geometry_macros(p, p.image_elements),
     }
 
 
@@ -502,14 +502,12 @@ class DirectForwardMma(DirectKernel):
 
     def tiles(self, config: Config, direction: Pass) -> Iterator[Tile]:
         if self.tile(config, direction) is not None:
-            channels_last = config.memory_format is torch.channels_last
-            yield from tiles_of(config.problem, config.dtype.itemsize, channels_last, config.spec)
+            yield from tiles_of(config.problem, config.dtype.itemsize, config.channels_last, config.spec)
 
     def tile(self, config: Config, direction: Pass) -> Tile | None:
         if config.is_ieee:  # whose products may not be rounded to what tensor cores take
             return None
-        channels_last = config.memory_format is torch.channels_last
-        return tile_of(config.problem, config.dtype.itemsize, channels_last, config.spec)
+        return tile_of(config.problem, config.dtype.itemsize, config.channels_last, config.spec)
 
     def refuses(self, config: Config, direction: Pass) -> str | None:
         if (reason := super().refuses(config, direction)) is not None:

@@ -62,13 +62,9 @@ class Tile:
         return self.row_warps * self.rows, 16 * self.column_warps
 
     @property
-    def channels_out(self) -> int:
-        return self.problem.out_channels // self.problem.groups
-
-    @property
     def planes(self) -> int:
         """Planes of grad_output in shared memory."""
-        return -(-self.channels_out // 8) * 8
+        return -(-self.problem.group_out_channels // 8) * 8
 
     @cached_property
     def patch(self) -> Patch:
@@ -129,10 +125,11 @@ class Tile:
     @cached_property
     def _tile_seconds(self) -> float:
         """The work that a tile adds to a multiprocessor: rows that are loaded, their elements, and products."""
-        rows = self.channels_out * self.patch.rows
+        channels_out = self.problem.group_out_channels
+        rows = channels_out * self.patch.rows
         elements = rows * self.patch.vectors * self.patch.vector
         products = self.threads // 32 * self.rows * self.problem.taps * (2 * -(-self.planes // 16) + self.planes // 8)
-        staging = rows * _COST.row_seconds + self.channels_out * math.prod(self.loads) * _COST.load_seconds
+        staging = rows * _COST.row_seconds + channels_out * math.prod(self.loads) * _COST.load_seconds
         staging += elements * (1 + self.itemsize / 2) * _COST.element_seconds
         return _COST.tile_seconds + staging + products * _COST.product_seconds
 
@@ -216,7 +213,7 @@ class DirectGradsMma(DirectKernel):
 
     def tile(self, config: Config, direction: Pass) -> Tile | None:
         p = config.problem
-        if config.is_ieee or p.gemm_k * p.out_channels // p.groups > _MOST_PAIRS:
+        if config.is_ieee or p.gemm_k * p.group_out_channels > _MOST_PAIRS:
             return None
         return tile_of(p, config.dtype.itemsize, config.spec.multiprocessors)
 

@@ -108,7 +108,7 @@ class InputGradTile(Tile):
 def input_grad_tile(problem: Problem, itemsize: int, multiprocessors: int = REFERENCE.multiprocessors) -> InputGradTile:
     """The tile for a problem: as many sums a thread as registers hold well, then blocks that fit and are many."""
     wide = itemsize == 8
-    height, channels_out = problem.input_size[0], problem.out_channels // problem.groups
+    height, channels_out = problem.input_size[0], problem.group_out_channels
     channels = even_share(problem.gemm_k, 4 if wide else 8)
     rows = rows_of(height, min(8 if channels <= 2 else 4, (16 if wide else 32) // channels))
     threads = 256 if rows <= 4 else 128
@@ -158,7 +158,7 @@ def input_grad_tile(problem: Problem, itemsize: int, multiprocessors: int = REFE
 
 def input_grad_macros(tile: InputGradTile, dtype: torch.dtype) -> Macros:
     """Macros that specialise csrc/direct/input_grad.cu."""
-    channels_out = tile.problem.out_channels // tile.problem.groups
+    channels_out = tile.problem.group_out_channels
     one_chunk_of_taps = tile.taps == tile.problem.kernel_size
     weight_bytes = tile.weight_bytes(channels_out)
     weights_once = one_chunk_of_taps and weight_bytes <= min(_WEIGHTS, STATIC_SHARED - tile.patch_bytes)

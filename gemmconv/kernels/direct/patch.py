@@ -138,13 +138,13 @@ class Tile:
 
 
 def problem_macros(problem: Problem, dtype: torch.dtype) -> Macros:
-    channels_in, channels_out = problem.gemm_k, problem.out_channels // problem.groups
+    """Macros of the layer that the kernels of all gradients have."""
     return {
         "ELEMENT_T": ELEMENT_TYPES[dtype],
-        "CI": channels_in,
-        "CO": channels_out,
+        "CI": problem.gemm_k,
+        "CO": problem.group_out_channels,
         # Twice as many elements, because tiles reach beyond the image.
-        **geometry_macros(problem, 2 * max(channels_in * problem.in_pixels, channels_out * problem.out_pixels)),
+        **geometry_macros(problem, 2 * problem.image_elements // problem.groups),
     }
 
 

@@ -98,7 +98,7 @@ class WeightGradTile(Tile):
     def weight_blocks(self) -> int:
         """Blocks that share a slice."""
         problem = self.problem
-        co_blocks = -(-problem.out_channels // problem.groups // (self.co_channels * self.co_threads))
+        co_blocks = -(-problem.group_out_channels // (self.co_channels * self.co_threads))
         ci_blocks = -(-problem.gemm_k // (self.ci_channels * self.ci_threads))
         tap_blocks = math.prod(-(-problem.kernel_size[axis] // self.taps[axis]) for axis in (0, 1))
         return problem.groups * co_blocks * ci_blocks * tap_blocks
@@ -122,8 +122,7 @@ class WeightGradTile(Tile):
     def computes_both(self) -> bool:
         """Whether a thread has all that an input pixel receives, and shared memory has room for the weights."""
         weights = self.ci_threads * self.sums * self.sum_bytes
-        channels_out = self.problem.out_channels // self.problem.groups
-        whole = self.co_channels == channels_out and self.taps == self.problem.kernel_size
+        whole = self.co_channels == self.problem.group_out_channels and self.taps == self.problem.kernel_size
         return whole and self.shared_bytes + weights <= STATIC_SHARED
 
 
@@ -139,7 +138,7 @@ def weight_grad_tile(
     With ``input_grad`` the one for both gradients at once, if it :attr:`~WeightGradTile.computes_both`.
     """
     most_sums = 32 if itemsize == 8 else 64
-    height, channels_out = problem.input_size[0], problem.out_channels // problem.groups
+    height, channels_out = problem.input_size[0], problem.group_out_channels
     taps = taps_of(problem, most_sums)
     ci_channels = _share(problem.gemm_k, max(1, min(8, most_sums // math.prod(taps))))
     co_channels = _share(channels_out, max(1, min(4, most_sums // (math.prod(taps) * ci_channels))))

@@ -13,7 +13,7 @@ from gemmconv.geometry import Shape4
 from gemmconv.kernels.base import BothGradients, Config, strides_of, with_strides
 from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.integers import INT32_MAX, even_share, power_of_two
-from gemmconv.kernels.macros import Macros
+from gemmconv.kernels.macros import Macros, index_macros
 from gemmconv.kernels.program import Launch, Operand, Output, Params, Program, plane_grid
 
 _COST = costs_of("layout/transpose")
@@ -64,7 +64,7 @@ def gradients_transpose_seconds(
     config: Config, weight_config: Config, computed_in: torch.memory_format = torch.contiguous_format
 ) -> float:
     """Seconds to transpose grad_output, the input and its gradient, for both gradients in one format only."""
-    both = weight_config if config.memory_format is torch.channels_last else config
+    both = weight_config if config.channels_last else config
     inputs = (input_transpose_seconds(one, computed_in) for one in (config, weight_config))
     return _seconds(both, config.problem.output_shape, computed_in) + sum(inputs)
 
@@ -196,8 +196,7 @@ def macros_of(channels: int, pixels: int, to_last: bool, itemsize: int) -> Macro
     """
     rows, columns = (channels, pixels) if to_last else (pixels, channels)
     macros = _vectors(rows, columns, to_last, itemsize) or _staged(channels, pixels, to_last, itemsize)
-    index = {"INDEX_64": 1} if channels * pixels > INT32_MAX else {}
-    return {"ELEMENT_BYTES": itemsize, **macros, **index}
+    return {"ELEMENT_BYTES": itemsize, **macros, **index_macros(channels * pixels)}
 
 
 def _vectors(rows: int, columns: int, to_last: bool, itemsize: int) -> dict[str, int] | None:

@@ -23,7 +23,7 @@ _FORMATS = {torch.contiguous_format: "NCHW", torch.channels_last: "channels_last
 
 def variant_of(config: Config) -> tuple[int, bool, bool]:
     """The variant that tiles are for: bytes of an element, whether float32 is three products, whether channels_last."""
-    return config.dtype.itemsize, config.is_ieee, config.memory_format is torch.channels_last
+    return config.dtype.itemsize, config.is_ieee, config.channels_last
 
 
 class Sm90Kernel(Kernel):

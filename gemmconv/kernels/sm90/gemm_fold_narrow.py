@@ -20,7 +20,7 @@ from gemmconv.hashing import cached_property
 from gemmconv.kernels.base import Config, Pass
 from gemmconv.kernels.costs import costs_of, overlapped
 from gemmconv.kernels.integers import INT32_MAX, even_share, up_to_multiple
-from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros
+from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros, index_macros
 from gemmconv.kernels.phases import can_be_folded, cells_of, reach_of, stored_together
 from gemmconv.kernels.program import (
     Launch,
@@ -475,13 +475,8 @@ def macros_of(tile: Tile, dtype: torch.dtype) -> Macros:
         "VECTOR": tile.vector,
         "MIN_BLOCKS": tile.blocks_resident,
         "SHARED_BYTES": tile.shared_bytes,
-        **geometry_macros(p),
-        **({"INDEX_64": 1} if _has_wide_offsets(p) else {}),
+        **geometry_macros(p, p.image_elements),
     }
-
-
-def _has_wide_offsets(p: Problem) -> bool:
-    return max(p.in_pixels * p.in_channels, p.out_pixels * p.out_channels) > INT32_MAX
 
 
 def blocks_at_once(tile: Tile) -> int:
@@ -504,7 +499,7 @@ class GemmFoldNarrow(Sm90Kernel):
         return tile if tile is not None and tile.fits_integers else None
 
     def fitted(self, config: Config, direction: Pass, tile: Tile) -> Tile | None:
-        if _has_wide_offsets(config.problem) != _has_wide_offsets(tile.problem):
+        if index_macros(config.problem.image_elements) != index_macros(tile.problem.image_elements):
             return None
         sized = _sized(tile, config.problem)
         return sized if sized is not None and sized.fits_integers else None

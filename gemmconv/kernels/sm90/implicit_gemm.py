@@ -18,7 +18,7 @@ import torch
 from gemmconv.kernels.base import Config, Pass
 from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.integers import INT32_MAX
-from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, table
+from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, index_macros, table
 from gemmconv.kernels.program import (
     Launch,
     Params,
@@ -42,7 +42,7 @@ def macros_of(plan: Plan, dtype: torch.dtype) -> Macros:
     """Macros that specialise csrc/sm90/implicit_gemm.cu. None depends on the sizes of images or on the batch."""
     kernel = plan.compiled or plan
     phases = [phase for block in plan.phases for phase in block]
-    macros: Macros = {
+    return {
         "ELEMENT_T": ELEMENT_TYPES[dtype],
         **_common_macros(plan),
         "BLOCKS": plan.blocks,
@@ -76,11 +76,8 @@ def macros_of(plan: Plan, dtype: torch.dtype) -> Macros:
         "WIDE": plan.wide,
         "PRODUCERS": plan.loaders,
         "LOADED_TOGETHER": plan.together,
+        **index_macros(plan.problem.batch * plan.problem.image_elements),
     }
-    p = plan.problem
-    if p.batch * max(p.in_pixels * p.in_channels, p.out_pixels * p.out_channels) > INT32_MAX:
-        macros["INDEX_64"] = 1
-    return macros
 
 
 def weight_macros_of(plan: Plan, dtype: torch.dtype) -> Macros:

@@ -118,7 +118,7 @@ class Tile:
     @functools.cached_property
     def channels(self) -> Pair:
         """Input and output channels of a group."""
-        return self.problem.gemm_k, self.problem.out_channels // self.problem.groups
+        return self.problem.gemm_k, self.problem.group_out_channels
 
     @property
     def rows(self) -> int:
@@ -430,7 +430,7 @@ def _planes(problem: Problem, itemsize: int) -> int | None:
         return None
     if problem.output_size[1] * itemsize % 16 == 0:
         return 0
-    channels = problem.out_channels // problem.groups
+    channels = problem.group_out_channels
     planes = next(planes for planes in (1, 2, 4) if planes * problem.out_pixels * itemsize % 16 == 0)
     return planes if channels % planes == 0 and 2 * planes * problem.out_pixels <= INT32_MAX else None
 

@@ -123,7 +123,7 @@ class Tile:
     @property
     def channels(self) -> Pair:
         """Input and output channels of a group."""
-        return self.problem.gemm_k, self.problem.out_channels // self.problem.groups
+        return self.problem.gemm_k, self.problem.group_out_channels
 
     @property
     def block_channels(self) -> Pair:
@@ -285,7 +285,7 @@ def _reaches(problem: Problem) -> bool:
 
     These count images, places in them, pieces of a group's weights.
     """
-    ci, co = problem.gemm_k, problem.out_channels // problem.groups
+    ci, co = problem.gemm_k, problem.group_out_channels
     if ci % 8 or co % 8 or not fits(problem) or max(problem.stride) > _LONGEST_STEP:
         return False
     axes = zip(problem.input_size, problem.stride, problem.kernel_size, problem.dilation, problem.padding, strict=True)
@@ -295,7 +295,7 @@ def _reaches(problem: Problem) -> bool:
 
 def _layer_tiles(problem: Problem, multiprocessors: int) -> Iterator[Tile]:
     """The parts of a layer's weights that blocks may have, as tiles of one pixel."""
-    ci, co = problem.gemm_k, problem.out_channels // problem.groups
+    ci, co = problem.gemm_k, problem.group_out_channels
     for side, axis in ((1, 0), (2, 0), (2, 1), (2, 2), (2, 3), (3, 0), (3, 1), (3, 2), (3, 3)):
         sides = [side if axis == other else 1 for other in range(4)]
         if (sides[0] - 1) * _ATOM >= ci or (sides[1] - 1) * _ATOM >= co:

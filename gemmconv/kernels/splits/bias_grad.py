@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 
-import torch
-
 from gemmconv.kernels.base import Config, accumulator_dtype
 from gemmconv.kernels.integers import INT32_MAX, power_of_two
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros
@@ -28,7 +26,7 @@ def bias_grad_macros(config: Config) -> Macros:
 
     A vector of elements is loaded at once: of a row of pixels in NCHW, of channels in channels_last.
     """
-    p, channels_last = config.problem, config.memory_format is torch.channels_last
+    p, channels_last = config.problem, config.channels_last
     vector = math.gcd(p.out_channels if channels_last else p.out_pixels, _VECTOR_BYTES // config.dtype.itemsize)
     return {
         "ELEMENT_T": ELEMENT_TYPES[config.dtype],
@@ -41,7 +39,7 @@ def bias_grad_macros(config: Config) -> Macros:
 
 def program(config: Config) -> Program | None:
     """``grad_bias`` from ``grad_output`` in the configuration's format; None if items exceed the kernel's integers."""
-    p, channels_last = config.problem, config.memory_format is torch.channels_last
+    p, channels_last = config.problem, config.channels_last
     if config.dtype not in ELEMENT_TYPES:
         return None
     macros = bias_grad_macros(config)

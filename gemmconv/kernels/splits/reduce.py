@@ -107,7 +107,7 @@ def wgrad_macros(
 ) -> Macros:
     """Macros that specialise csrc/splits/reduce.cu for at most ``slices`` slices."""
     run, partial = _run(problem, slices, multiprocessors), wgrad_partial_dtype(dtype, slices)
-    columns = problem.out_channels // problem.groups
+    columns = problem.group_out_channels
     read, write = _piece(partial, run, columns), _piece(dtype, run * problem.taps, columns * problem.taps)
     return {
         **sum_macros(dtype),
@@ -140,7 +140,7 @@ def wgrad_program(
     """
     p, most_slices = config.problem, most_slices or slices
     macros = wgrad_macros(p, config.dtype, most_slices, config.spec.multiprocessors)
-    shape = p.groups, p.gemm_k, p.out_channels // p.groups
+    shape = p.groups, p.gemm_k, p.group_out_channels
     add_up = replace(_launch(macros, shape, slices, "partials", "grad_weight"), overlaps=True)
     operands = Operand("grad_output", memory_format, 16), Operand("input", memory_format, 16, columns)
     scratch = {"partials": wgrad_partial_bytes(p, config.dtype.itemsize, slices, most_slices)}
@@ -178,7 +178,7 @@ def _bytes(problem: Problem, run: int) -> int:
 def _run(problem: Problem, slices: int, multiprocessors: int) -> int:
     """Output channels of a block: a power of two, few enough for many blocks."""
     run, most = _LEAST_RUN, _OF_ONE if slices == 1 else _OF_SEVERAL
-    out_channels = problem.out_channels // problem.groups
+    out_channels = problem.group_out_channels
     while run > 1 and _bytes(problem, run) > _BYTES:
         run //= 2
     while run < out_channels and 2 * run * problem.taps <= most:
