@@ -17,8 +17,14 @@ import torch
 
 from gemmconv.kernels.base import strides_of
 from gemmconv.kernels.layout import cast
-from gemmconv.kernels.layout.transpose import is_same_memory, other_format, takes_the_kernel, transposition
-from gemmconv.kernels.program import Launch, Operand, Output, Program, Step
+from gemmconv.kernels.layout.transpose import (
+    is_same_memory,
+    other_format,
+    takes_the_kernel,
+    transposing,
+    transposition,
+)
+from gemmconv.kernels.program import Launch, Operand, Program, Step
 from gemmconv.kernels.splits import reduce
 
 Fit = Callable[[torch.Tensor], torch.Tensor]
@@ -172,14 +178,11 @@ def with_operand_transposes(
 def _transposed(operand: Operand, tensor: torch.Tensor, device: torch.device) -> Program | None:
     """A program that transposes an operand to its form; None if torch has to copy it."""
     assert operand.form is not None
-    given = other_format(operand.form)
     if device.type != "cuda" or tensor.dim() != 4 or not takes_the_kernel(tensor.shape):
         return None
-    if not tensor.is_contiguous(memory_format=given):
+    if not tensor.is_contiguous(memory_format=other_format(operand.form)):
         return None
-    step, alignment = transposition(tuple(tensor.shape), tensor.dtype.itemsize, operand.form)
-    target = Output("target", tuple(tensor.shape), strides_of(tensor.shape, operand.form))
-    return Program(tensor.dtype, (Operand("source", given, alignment),), (target,), (step,))
+    return transposing(tensor.dtype, tensor.shape, operand.form)
 
 
 def with_output_transposes(program: Program) -> tuple[Program, list[Made], list[tuple[int, Any]]]:

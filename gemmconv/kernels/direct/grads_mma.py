@@ -223,7 +223,7 @@ class DirectGradsMma(DirectKernel):
 
     def seconds(self, config: Config, direction: Pass, tile: Tile) -> float:
         seconds = tile.seconds(config.workspace_limit) / slowest_elsewhere(config)
-        return seconds + gradients_transpose_seconds(config, config.of_weight)
+        return seconds + gradients_transpose_seconds(config)
 
     def workspace_bytes(self, config: Config, direction: Pass, tile: Tile) -> int:
         return partial_bytes(config, tile.slices(config.workspace_limit))

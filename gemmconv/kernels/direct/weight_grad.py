@@ -268,7 +268,7 @@ class DirectWeightGrad(DirectKernel):
         products = p.useful_flops / _COST.rate * (2 if itemsize == 8 else 1)
         stored = math.prod(p.input_shape) * itemsize / _COST.memory_rate
         seconds = weight_grad_seconds(config, self.tile(config, "weight_grad")) + products + stored
-        return seconds / slowest_elsewhere(config) + gradients_transpose_seconds(config, config.of_weight)
+        return seconds / slowest_elsewhere(config) + gradients_transpose_seconds(config)
 
     def workspace_bytes(self, config: Config, direction: Pass, tile: WeightGradTile) -> int:
         return partial_bytes(config, _slices(config, tile)) if config.problem.batch else 0

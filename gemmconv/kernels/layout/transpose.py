@@ -60,13 +60,11 @@ def grad_output_transpose_seconds(config: Config) -> float:
     return _seconds(config, config.problem.output_shape)
 
 
-def gradients_transpose_seconds(
-    config: Config, weight_config: Config, computed_in: torch.memory_format = torch.contiguous_format
-) -> float:
+def gradients_transpose_seconds(config: Config, computed_in: torch.memory_format = torch.contiguous_format) -> float:
     """Seconds to transpose grad_output, the input and its gradient, for both gradients in one format only."""
-    both = weight_config if config.channels_last else config
-    inputs = (input_transpose_seconds(one, computed_in) for one in (config, weight_config))
-    return _seconds(both, config.problem.output_shape, computed_in) + sum(inputs)
+    configs = config, config.of_weight
+    of_grad_output = min(_seconds(one, config.problem.output_shape, computed_in) for one in configs)
+    return of_grad_output + sum(input_transpose_seconds(one, computed_in) for one in configs)
 
 
 def via_channels_last_seconds(config: Config, transposes_weight: bool) -> float:
@@ -79,7 +77,7 @@ def via_channels_last_seconds(config: Config, transposes_weight: bool) -> float:
     True
     """
     of_weight = _seconds(config, config.problem.weight_shape, torch.channels_last) if transposes_weight else 0.0
-    return gradients_transpose_seconds(config, config, torch.channels_last) + of_weight
+    return gradients_transpose_seconds(config, torch.channels_last) + of_weight
 
 
 def _seconds(config: Config, shape: Shape4, computed_in: torch.memory_format = torch.contiguous_format) -> float:
@@ -151,20 +149,27 @@ def other_format(memory_format: torch.memory_format) -> torch.memory_format:
 
 def prepare_transpose(config: Config, shape: Shape4, memory_format: torch.memory_format) -> Fit:
     """Prepare a function that brings a tensor to a format, by the kernel if it is in the other format and aligned."""
-    strides, given = strides_of(shape, memory_format), other_format(memory_format)
-    launch, alignment = transposition(shape, config.dtype.itemsize, memory_format)
-    operands, outputs = (Operand("source", given, alignment),), (Output("target", shape, strides),)
-    transposed = Program(config.dtype, operands, outputs, (launch,)).prepare(config.device)
+    program = transposing(config.dtype, shape, memory_format)
+    (source,), (target,), transposed = program.operands, program.outputs, program.prepare(config.device)
+    given = other_format(memory_format)
 
     def transpose(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.is_contiguous(memory_format=memory_format):
             return tensor
-        if not tensor.is_contiguous(memory_format=given) or tensor.data_ptr() % alignment:
-            return with_strides(tensor, strides)
+        if not tensor.is_contiguous(memory_format=given) or tensor.data_ptr() % source.alignment:
+            return with_strides(tensor, target.strides)
         result: torch.Tensor = transposed(tensor)
         return result
 
     return transpose
+
+
+def transposing(dtype: torch.dtype, shape: Sequence[int], memory_format: torch.memory_format) -> Program:
+    """The program that transposes ``source`` to this format in ``target``."""
+    launch, alignment = transposition(shape, dtype.itemsize, memory_format)
+    source = Operand("source", other_format(memory_format), alignment)
+    target = Output("target", tuple(shape), strides_of(shape, memory_format))
+    return Program(dtype, (source,), (target,), (launch,))
 
 
 def transposition(shape: Sequence[int], itemsize: int, memory_format: torch.memory_format) -> tuple[Launch, int]:

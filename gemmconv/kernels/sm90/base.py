@@ -76,11 +76,12 @@ class OneFormatForward(Sm90Kernel):
 
 
 def image_map(
-    shape: Shape4, itemsize: int, box: Shape4, channels_last: bool = False, fetched: int = 256
+    shape: Shape4, itemsize: int, box: Shape4, channels_last: bool = False, name: str = "input", **others: Any
 ) -> TensorMapSpec:
     """The tensor map of images of a shape, [N, C, H, W].
 
-    Boxes have (columns, channels, rows, images), in channels_last (channels, columns, rows, images).
+    Boxes have (columns, channels, rows, images), in channels_last (channels, columns, rows, images). ``others`` are
+    further fields of :class:`TensorMapSpec`.
     """
     images, channels, height, width = shape
     line, image = width * itemsize * (channels if channels_last else 1), math.prod(shape[1:]) * itemsize
@@ -88,7 +89,7 @@ def image_map(
         sizes, strides = (channels, width, height, images), (channels * itemsize, line, image)
     else:
         sizes, strides = (width, channels, height, images), (height * line, line, image)
-    return TensorMapSpec("input", itemsize, sizes, strides, box, fetched=fetched)
+    return TensorMapSpec(name, itemsize, sizes, strides, box, **others)
 
 
 def weight_map(problem: Problem, itemsize: int, box: Pair) -> TensorMapSpec:

@@ -170,10 +170,10 @@ def _loader_params(plan: Plan) -> Params:
 
 def _too_large(plan: Plan) -> str | None:
     """Why the kernel's integers do not reach as far as the plan, or None."""
-    p, channels, steps = plan.problem, plan.chunks * plan.units * plan.element_units, plan.all_steps
+    p, shares = plan.problem, -(-plan.chunks * plan.units * plan.element_units // pack.OWN)
     if max(plan.last_position, plan.items + plan.multiprocessors, p.in_pixels, p.out_pixels) > INT32_MAX:
         return "images must have less than 2**31 pixels in all"
-    if pack.THREADS * pack.blocks_of(channels, plan.rows, steps, plan.channel_sets * p.groups) > INT32_MAX:
+    if pack.THREADS * pack.blocks_of(shares, plan.rows, plan.all_steps, plan.channel_sets * p.groups) > INT32_MAX:
         return "the weights must be packed by less than 2**31 threads"
     return None
 

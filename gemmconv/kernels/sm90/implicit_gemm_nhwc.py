@@ -23,7 +23,7 @@ from gemmconv.kernels.integers import INT32_MAX
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros
 from gemmconv.kernels.phases import can_be_folded, cells_of
 from gemmconv.kernels.program import Params, Program, TensorMapSpec, reciprocal
-from gemmconv.kernels.sm90.base import FAST_CLOCK_RATE, OneFormatForward, forward_program
+from gemmconv.kernels.sm90.base import FAST_CLOCK_RATE, OneFormatForward, forward_program, image_map
 from gemmconv.kernels.sm90.implicit_gemm_plan import SHARED_BYTES
 from gemmconv.kernels.weights.pack import k_major_macros, packing
 
@@ -206,10 +206,9 @@ class Tile:
     @property
     def input_map(self) -> TensorMapSpec:
         """The tensor map of the input."""
-        p, (height, width), (rows, columns) = self.problem, self.problem.input_size, self.patch_size
-        pixel = p.in_channels * self.itemsize
-        sizes, strides = (p.in_channels, width, height, p.batch), (pixel, width * pixel, height * width * pixel)
-        return TensorMapSpec("input", self.itemsize, sizes, strides, (self.channels, columns, rows, self.images))
+        rows, columns = self.patch_size
+        box = self.channels, columns, rows, self.images
+        return image_map(self.problem.input_shape, self.itemsize, box, channels_last=True)
 
     @property
     def weight_map(self) -> TensorMapSpec:

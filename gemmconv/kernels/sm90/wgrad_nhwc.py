@@ -19,7 +19,7 @@ from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.integers import INT32_MAX
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros
 from gemmconv.kernels.program import Launch, Params, Program, TensorMapSpec
-from gemmconv.kernels.sm90.base import WeightGradKernel
+from gemmconv.kernels.sm90.base import WeightGradKernel, image_map
 from gemmconv.kernels.sm90.implicit_gemm_plan import SHARED_BYTES
 from gemmconv.kernels.splits.reduce import fits, wgrad_partial_bytes, wgrad_partial_dtype, wgrad_program
 
@@ -437,16 +437,14 @@ def macros_of(tile: Tile, dtype: torch.dtype, slices: int) -> Macros:
 
 def maps_of(tile: Tile) -> tuple[TensorMapSpec, TensorMapSpec]:
     """The tensor maps of input and grad_output."""
-    stride_h, stride_w = tile.problem.stride
+    p, (stride_h, stride_w) = tile.problem, tile.problem.stride
 
-    def of(name: str, shape: Shape4, box: tuple[int, int, int], steps: Shape4) -> TensorMapSpec:
-        images, channels, height, width = shape
-        pixel, lines = 2 * channels, (_ATOM, box[2], box[1], box[0])
-        strides = pixel, width * pixel, height * width * pixel
-        return TensorMapSpec(name, 2, (channels, width, height, images), strides, lines, steps)
+    def lines_of(size: Size) -> Shape4:
+        images, rows, columns = size
+        return _ATOM, columns, rows, images
 
-    inputs = of("input", tile.problem.input_shape, tile.size, (1, 1, 1, 1))
-    return inputs, of("grad_output", tile.problem.output_shape, tile.box, (1, stride_w, stride_h, 1))
+    inputs, steps = image_map(p.input_shape, 2, lines_of(tile.size), True), (1, stride_w, stride_h, 1)
+    return inputs, image_map(p.output_shape, 2, lines_of(tile.box), True, "grad_output", steps=steps)
 
 
 class WgradNhwc(WeightGradKernel):

@@ -13,7 +13,7 @@ from gemmconv.kernels.program import ByFormat, Launch, Params
 ROWS_PLAIN, ROWS_SLOTS, ROWS_CHANNELS, ROWS_LINES, ROWS_COLUMNS = range(5)
 MOST_ENTRIES = 30_000  # most 16-bit entries of the table of steps, in 64 KiB of constant memory
 STEPS = 32  # steps of a block
-THREADS, _OWN = 256, 8  # threads of a block, input channels of a thread
+THREADS, OWN = 256, 8  # threads of a block, input channels of a thread
 _USUAL = dict.fromkeys(("CHUNKS", "SIDES", "PHASE_SIDES", "SLOTS"), 1) | dict.fromkeys(
     ("SPLIT", "INPUT_GRAD", "ROW_ORDER", "CHANNEL_PAIRS", "FRAGMENTS"), 0
 )
@@ -59,17 +59,24 @@ def k_major_macros(problem: Problem, lines: int, units: int, row: int) -> Macros
     )
 
 
-def blocks_of(channels: int, rows: int, steps: int, sets: int, own: int = _OWN) -> int:
-    """Blocks of the launch; ``sets`` are those of output channels in all groups, ``own`` the channels of a thread."""
+def blocks_of(shares: int, rows: int, steps: int, sets: int) -> int:
+    """Blocks of the launch.
+
+    Args:
+        shares: threads that share the input channels.
+        rows: rows of the weights of a step.
+        steps: steps of all sets of steps.
+        sets: sets of output channels in all groups.
+    """
     along = min(steps, STEPS)
-    return -(-channels // own * rows * along // THREADS) * -(-steps // along) * sets
+    return -(-shares * rows * along // THREADS) * -(-steps // along) * sets
 
 
 def packing(macros: Macros, groups: int = 1) -> Launch:
     """The launch that packs ``weight`` for a kernel that reads ``packed``."""
     size = {name: value for name, value in macros.items() if isinstance(value, int)}
-    chunk = size["UNITS"] * (4 if macros["ELEMENT_T"] == "float" else 8)
-    rows, sets, own = size["SIDES"] * size["ROWS"], groups * size["CHANNEL_SETS"], chunk if size["FRAGMENTS"] else _OWN
-    blocks = blocks_of(size["CHUNKS"] * chunk, rows, size["STEPS"], sets, own)
+    channels = size["CHUNKS"] * size["UNITS"] * (4 if macros["ELEMENT_T"] == "float" else 8)
+    shares = size["CHUNKS"] if size["FRAGMENTS"] else -(-channels // OWN)  # of fragments, a thread has a chunk
+    blocks = blocks_of(shares, size["SIDES"] * size["ROWS"], size["STEPS"], groups * size["CHANNEL_SETS"])
     params: Params = {"weight, packed": ("weight", "packed"), "channels_last": ByFormat(0, 1)}
     return Launch("weights/pack.cu", macros, (blocks, 1, 1), (THREADS, 1, 1), params)
