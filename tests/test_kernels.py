@@ -57,7 +57,6 @@ from gemmconv.kernels.phases import cells_of
 from gemmconv.kernels.program import At, Operand, Output, Program
 from gemmconv.kernels.sm90 import (
     gemm_fold_narrow,
-    implicit_gemm,
 )
 from gemmconv.kernels.sm90.implicit_gemm_choice import plans_of
 from gemmconv.kernels.sm90.implicit_gemm_plan import PAIR_BLOCKS, Plan
@@ -1248,7 +1247,7 @@ def test_fused_kernels_match_reference_with_any_plan(seed, builder, poison):
     poison("cpu")
     with emulator.install(builder), pytest.MonkeyPatch.context() as patch:
         if seed % 2:  # as for tensors of 2**31 elements
-            patch.setattr(implicit_gemm, "INT32_MAX", 0)
+            patch.setattr("gemmconv.kernels.macros.INT32_MAX", 0)
         run.check(run.prepare())
 
 

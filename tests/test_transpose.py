@@ -63,7 +63,7 @@ def test_transpose_kernel_moves_every_element(builder, shape, dtype, poison):
 
 @needs_compiler
 def test_transpose_kernel_in_64_bits(builder, monkeypatch):
-    monkeypatch.setattr(transpose, "INT32_MAX", 0)
+    monkeypatch.setattr("gemmconv.kernels.macros.INT32_MAX", 0)
     macros = transpose.macros_of(8, 12, True, 2)
     assert macros["INDEX_64"] == 1
     with emulator.install(builder):
