@@ -27,15 +27,17 @@ def variant_of(config: Config) -> tuple[int, bool, bool]:
 
 
 class Sm90Kernel(Kernel):
-    """A kernel of wgmma and TMA.
+    """A kernel of wgmma and TMA, whose tiles estimate their ``cycles`` and count their ``packed_bytes`` of weights.
 
     Attributes:
         only_in: the format that it is for, and then for 16-bit types and TF32 alone; None where it is for both.
+        clock_rate: cycles a second that estimates of its tiles count in.
     """
 
     features = frozenset({"wgmma", "tma"})
     dtypes: ClassVar[tuple[torch.dtype, ...]] = TENSOR_CORE_TYPES
     only_in: ClassVar[torch.memory_format | None] = None
+    clock_rate: ClassVar[float] = CLOCK_RATE
 
     def refuses(self, config: Config, direction: Pass) -> str | None:
         if (reason := super().refuses(config, direction)) is None and self.only_in is not None:
@@ -45,9 +47,17 @@ class Sm90Kernel(Kernel):
                 return f"memory_format must be {_FORMATS[self.only_in]}, got {_FORMATS[config.memory_format]}"
         return reason
 
+    def seconds(self, config: Config, direction: Pass, tile: Any) -> float:
+        cycles: float = tile.cycles
+        return cycles / self.clock_rate
+
+    def workspace_bytes(self, config: Config, direction: Pass, tile: Any) -> int:
+        packed: int = tile.packed_bytes
+        return packed
+
 
 class OneFormatForward(Sm90Kernel):
-    """A forward kernel of one format, whose estimates count in cycles of busy tensor cores.
+    """A forward kernel of one format.
 
     Args:
         tile_of, tiles_of: its tile, and all that it may take, for a problem, bytes of an element and multiprocessors.
@@ -65,14 +75,6 @@ class OneFormatForward(Sm90Kernel):
 
     def tile(self, config: Config, direction: Pass) -> Any | None:
         return self._tile_of(config.problem, config.dtype.itemsize, config.spec.multiprocessors)
-
-    def seconds(self, config: Config, direction: Pass, tile: Any) -> float:
-        cycles: float = tile.cycles
-        return cycles / CLOCK_RATE
-
-    def workspace_bytes(self, config: Config, direction: Pass, tile: Any) -> int:
-        packed: int = tile.packed_bytes
-        return packed
 
 
 def image_map(

@@ -88,7 +88,7 @@ def tiles_of(problem: Problem, itemsize: int, multiprocessors: int = REFERENCE.m
 
 def _tiles_in_sets(problem: Problem, itemsize: int, lines: int, multiprocessors: int) -> Iterator[Tile]:
     for sets in pixels_on_m.sets_of(problem, lines):
-        tile = Tile(problem, itemsize, lines, sets, multiprocessors=multiprocessors)
+        tile = Tile(problem, itemsize, lines, sets, multiprocessors)
         if tile.kept or tile.blocks == 1:  # others took longer wherever they were tried
             yield tile
 

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import ClassVar
 
 import torch
 
@@ -91,6 +92,8 @@ class Tile:
     stages: int = 2
     segments: int = 1
     multiprocessors: int = REFERENCE.multiprocessors
+
+    packed_bytes: ClassVar[int] = 0  # blocks lay weights out themselves
 
     @property
     def threads(self) -> int:
@@ -489,6 +492,7 @@ class GemmFoldNarrow(Sm90Kernel):
 
     name = "sm90/gemm_fold_narrow"
     serves = "one group, phases that all have taps, at most 256 columns for all output channels"
+    clock_rate = FAST_CLOCK_RATE
 
     def tiles(self, config: Config, direction: Pass) -> Iterator[Tile]:
         tiles = tiles_of(config.problem, *variant_of(config), config.spec.multiprocessors)
@@ -503,9 +507,6 @@ class GemmFoldNarrow(Sm90Kernel):
             return None
         sized = _sized(tile, config.problem)
         return sized if sized is not None and sized.fits_integers else None
-
-    def seconds(self, config: Config, direction: Pass, tile: Tile) -> float:
-        return tile.cycles / FAST_CLOCK_RATE
 
     def program(self, config: Config, direction: Pass, tile: Tile) -> Program:
         p = config.problem

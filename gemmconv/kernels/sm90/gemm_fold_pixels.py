@@ -32,7 +32,7 @@ import torch
 
 from gemmconv.device import REFERENCE
 from gemmconv.geometry import Pair, Problem
-from gemmconv.hashing import cached_property
+from gemmconv.hashing import cached_property, changed
 from gemmconv.kernels.base import Config, Pass
 from gemmconv.kernels.costs import costs_of, overlapped
 from gemmconv.kernels.integers import even_share, up_to_multiple
@@ -69,11 +69,8 @@ class Tile(PositionRows):
     registers = 208, 88
 
     def of_items(self, images: int, window: int, sets: int) -> Tile:
-        """This tile with other items and as many blocks of rows; cached values that these do not change are copied."""
-        tile, mine = object.__new__(Tile), self.__dict__
-        fields = {name: mine[name] for name in _FIELDS}
-        tile.__dict__.update(fields, images=images, window=window, sets=sets, fold_outs=self.fold_outs)
-        return tile
+        """This tile with other items and as many blocks of rows, which leave :attr:`fold_outs` as it is."""
+        return changed(self, images=images, window=window, sets=sets, fold_outs=self.fold_outs)
 
     @property
     def row_blocks(self) -> int:
@@ -199,9 +196,6 @@ class Tile(PositionRows):
         return self.chunks * (products + _COST.chunk_cycles) + folded + _COST.sector_cycles * outs * cells * sectors
 
 
-_FIELDS = tuple(Tile.__dataclass_fields__)
-
-
 @lru_cache(maxsize=1024)
 def tile_of(problem: Problem, itemsize: int, multiprocessors: int = REFERENCE.multiprocessors) -> Tile | None:
     """The tile for a problem in NCHW: a pure function of it. None where the kernel is not for it."""
@@ -246,7 +240,7 @@ def _blocks_of(problem: Problem, itemsize: int, multiprocessors: int) -> Iterato
             if lines * row_blocks > _MOST_SUMS:
                 break
             if (key := (row_blocks, lines)) not in first:
-                first[key] = Tile(p, itemsize, lines, 1, images, window, multiprocessors=multiprocessors)
+                first[key] = Tile(p, itemsize, lines, 1, multiprocessors, images, window)
             yield first[key].of_items(images, window, 1)
 
 

@@ -636,15 +636,13 @@ class GemmFoldRows(Sm90Kernel):
     directions = ("forward", "input_grad")
     serves = "wide rows of whole 16 bytes, phases that all have taps, few taps and a stride of at most four across"
     only_in = torch.contiguous_format
+    clock_rate = _DEVICE.clock
 
     def tiles(self, config: Config, direction: Pass) -> Iterator[Tile]:
         return tiles_of(config.problem, direction, config.dtype.itemsize, config.spec.multiprocessors)
 
     def tile(self, config: Config, direction: Pass) -> Tile | None:
         return tile_of(config.problem, direction, config.dtype.itemsize, config.spec.multiprocessors)
-
-    def seconds(self, config: Config, direction: Pass, tile: Tile) -> float:
-        return tile.cycles / _DEVICE.clock
 
     def fitted(self, config: Config, direction: Pass, tile: Tile) -> Tile | None:
         sized = replace(tile, problem=config.problem)
@@ -654,9 +652,6 @@ class GemmFoldRows(Sm90Kernel):
             return None  # in 16 bits parts of sectors may be stored
         vars(sized).update(compiled=tile.compiled, packing=tile.packing)  # once for all sizes
         return sized
-
-    def workspace_bytes(self, config: Config, direction: Pass, tile: Tile) -> int:
-        return tile.packed_bytes
 
     def program(self, config: Config, direction: Pass, tile: Tile) -> Program:
         params: Params = {

@@ -210,9 +210,6 @@ class ImplicitGemm(Sm90Kernel):
     def seconds(self, config: Config, direction: Pass, tile: Plan) -> float:
         return _COST.launch_seconds + tile.expected_cycles / CLOCK_RATE + 2 * tile.packed_bytes / _COST.weight_rate
 
-    def workspace_bytes(self, config: Config, direction: Pass, tile: Plan) -> int:
-        return tile.packed_bytes
-
     def program(self, config: Config, direction: Pass, tile: Plan) -> Program:
         p, block = config.problem, (tile.loaders + _OTHER_THREADS, 1, 1)
         offsets = tuple(tile.offset(shift) for steps in tile.steps for shift in steps)

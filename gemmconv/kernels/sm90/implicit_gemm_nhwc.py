@@ -201,7 +201,8 @@ class Tile:
         chunk_bytes = self.positions * _LINE_BYTES + taps * self.stage_bytes
         copied = _COST.copied_byte_cycles * self.items * self.chunks * chunk_bytes
         packing = _COST.pack_cycles + _COST.packed_byte_cycles * self.packed_bytes if self.packed else 0
-        return _COST.start_cycles + packing + overlapped(_COST.overlap, computed, moved, copied)
+        cycles = _COST.start_cycles + packing + overlapped(_COST.overlap, computed, moved, copied)
+        return (_COST.margin if self.packed else 1) * cycles
 
     @property
     def input_map(self) -> TensorMapSpec:
@@ -347,9 +348,7 @@ class ImplicitGemmNhwc(OneFormatForward):
     name = "sm90/implicit_gemm_nhwc"
     serves = "one group, kernels larger than their stride, phases that all have taps, channels of whole 16 bytes"
     only_in = torch.channels_last
-
-    def seconds(self, config: Config, direction: Pass, tile: Tile) -> float:
-        return (_COST.margin if tile.packed else 1) * tile.cycles / FAST_CLOCK_RATE
+    clock_rate = FAST_CLOCK_RATE
 
     def fitted(self, config: Config, direction: Pass, tile: Tile) -> Tile | None:
         problem = config.problem

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
-from gemmconv.device import REFERENCE
 from gemmconv.geometry import Pair, Problem
 from gemmconv.hashing import cached_property
 from gemmconv.kernels.base import Config
@@ -53,7 +52,7 @@ class PositionRows:
     itemsize: int
     lines: int
     sets: int
-    multiprocessors: int = field(default=REFERENCE.multiprocessors, kw_only=True)
+    multiprocessors: int
 
     item_positions = BLOCK_POSITIONS
     item_images = 0

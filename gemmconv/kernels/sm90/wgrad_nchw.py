@@ -10,14 +10,14 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
 from gemmconv.device import REFERENCE
 from gemmconv.geometry import Pair, Problem, Shape4
+from gemmconv.hashing import cached_property, changed
 from gemmconv.kernels.base import Config, Pass
-from gemmconv.kernels.costs import costs_of
+from gemmconv.kernels.costs import costs_of, overlapped
 from gemmconv.kernels.integers import INT32_MAX, power_of_two_within, up_to_multiple
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros, table
 from gemmconv.kernels.program import Launch, Params, Program, TensorMapSpec
@@ -78,21 +78,11 @@ class Tile:
     planes: int
     multiprocessors: int = REFERENCE.multiprocessors
 
-    def varied(self, *, same_weights: bool = False, **changes: Any) -> Tile:
-        """This tile with other fields, several times as fast as ``dataclasses.replace``.
-
-        Cached values that depend on the weights alone are copied if these stay the same.
-        """
-        kept = _FIELDS_AND_WEIGHTS if same_weights else _FIELDS
-        tile, mine = object.__new__(Tile), self.__dict__
-        tile.__dict__.update({name: mine[name] for name in kept if name in mine}, **changes)
-        return tile
-
-    @functools.cached_property
+    @cached_property
     def warpgroups(self) -> int:
         return self.sides_co * self.sides_h * self.sides_w
 
-    @functools.cached_property
+    @cached_property
     def input_width(self) -> int:
         """Pixels of a row of the input, in whole 16 bytes."""
         return input_width(self.problem, self.itemsize)
@@ -107,7 +97,7 @@ class Tile:
         """Whether a line has several rows, one after the other in memory."""
         return self.tile_w < self.pixels
 
-    @functools.cached_property
+    @cached_property
     def block_taps(self) -> Pair:
         return self.sides_h * self.taps[0], self.sides_w * self.taps[1]
 
@@ -115,7 +105,7 @@ class Tile:
     def block_co(self) -> int:
         return _BLOCK_ROWS * self.sides_co
 
-    @functools.cached_property
+    @cached_property
     def channels(self) -> Pair:
         """Input and output channels of a group."""
         return self.problem.gemm_k, self.problem.group_out_channels
@@ -125,7 +115,7 @@ class Tile:
         """Rows of pixels of a tile."""
         return self.lines * self.pixels // self.tile_w
 
-    @functools.cached_property
+    @cached_property
     def slots(self) -> list[Pair]:
         """Where the pieces of rows of grad_output begin that a tile needs, after the first: rows and elements."""
         columns = range(0, self.tile_w * self.problem.stride[1], self.segment * self.problem.stride[1])
@@ -150,7 +140,7 @@ class Tile:
             for row, column in places
         ]
 
-    @functools.cached_property
+    @cached_property
     def row_pitch(self) -> int:
         """Elements of a piece of a row: whole 16 bytes, of which threads read different banks if that can be."""
         stride, dilation = self.problem.stride[1], self.problem.dilation[1]
@@ -171,7 +161,7 @@ class Tile:
         """Elements before the first that is needed, of its word."""
         return -self.problem.padding[1] % self.word_elements
 
-    @functools.cached_property
+    @cached_property
     def word_elements(self) -> int:
         return 4 // self.itemsize
 
@@ -184,7 +174,7 @@ class Tile:
     def parts(self) -> int:
         return 2 if self.split else 1
 
-    @functools.cached_property
+    @cached_property
     def stages(self) -> int:
         return min(_MOST_STAGES, (SHARED_BYTES - 1024) // (self.stage_bytes + _BARRIER_BYTES))
 
@@ -201,7 +191,7 @@ class Tile:
     def tiles(self) -> int:
         return self.problem.batch * math.prod(self.tiles_image)
 
-    @functools.cached_property
+    @cached_property
     def weight_blocks(self) -> int:
         """Blocks that have different weights."""
         (ci, co), (kh, kw), (taps_h, taps_w) = self.channels, self.problem.kernel_size, self.block_taps
@@ -253,8 +243,8 @@ class Tile:
         product = max(self.ci_tile / 2, _COST.least_product_cycles) * (3 if self.split else 1)
         word = self.words * conflicts * _COST.word_cycles + columns * _TAP_CYCLES[self.itemsize, 1 + self.split]
         multiplied, laid_out = self.warpgroups * columns * product, 4 * self.warpgroups * word
-        chained, overlap = _COST.chain_cycles + _COST.chain_share * columns * product, _COST.overlap
-        return rows * (multiplied**overlap + laid_out**overlap + chained**overlap) ** (1 / overlap)
+        chained = _COST.chain_cycles + _COST.chain_share * columns * product
+        return rows * overlapped(_COST.overlap, multiplied, laid_out, chained)
 
     @property
     def _flush_cycles(self) -> float:
@@ -326,13 +316,11 @@ class Tile:
         """Seconds from the cycles of a multiprocessor, memory traffic and partial sums."""
         moved, others = _other_seconds(self.problem, self.itemsize)
         partials = 2 * wgrad_partial_bytes(self.problem, self.itemsize, slices, self.most_slices) / _COST.partial_rate
-        overlap = _COST.overlap_with_memory
-        return others + ((cycles / _DEVICE.clock) ** overlap + moved**overlap) ** (1 / overlap) + partials
+        return others + overlapped(_COST.overlap_with_memory, cycles / _DEVICE.clock, moved) + partials
 
 
-_FIELDS = tuple(Tile.__dataclass_fields__)
+# Cached values that tiles share whose blocks have as much of the weights.
 _OF_WEIGHTS = "warpgroups", "block_taps", "channels", "weight_blocks", "input_width", "word_elements"
-_FIELDS_AND_WEIGHTS = _FIELDS + _OF_WEIGHTS
 
 
 @functools.lru_cache(maxsize=1024)
@@ -391,12 +379,12 @@ def _blocks_of(problem: Problem, itemsize: int, split: bool, multiprocessors: in
     taps = list(itertools.product(range(1, min(3, kernel_h) + 1), range(1, min(8, kernel_w) + 1)))
     any_one = Tile(problem, itemsize, split, line, 1, line, line, 1, 16, 1, 1, 1, (1, 1), planes, multiprocessors)
     for ci_tile in widths:
-        registers = {of_one: any_one.varied(ci_tile=ci_tile, taps=of_one).registers for of_one in taps}
+        registers = {of_one: changed(any_one, ci_tile=ci_tile, taps=of_one).registers for of_one in taps}
         for (co, h, w), of_one in itertools.product(sides, taps):
             if registers[of_one] > _REGISTERS[co * h * w] or (h - 1) * of_one[0] >= kernel_h:
                 continue
             if (w - 1) * of_one[1] < kernel_w:
-                block = any_one.varied(ci_tile=ci_tile, sides_co=co, sides_h=h, sides_w=w, taps=of_one)
+                block = changed(any_one, ci_tile=ci_tile, sides_co=co, sides_h=h, sides_w=w, taps=of_one)
                 if block.reads_pieces:
                     yield block
 
@@ -404,9 +392,9 @@ def _blocks_of(problem: Problem, itemsize: int, split: bool, multiprocessors: in
 def _tiles_with(block: Tile, flat: bool) -> Iterator[Tile]:
     """Tiles with as much of the weights, whose lines are flat or are not."""
     problem, itemsize = block.problem, block.itemsize
-    width, piece = block.input_width, 16 // itemsize
+    width, piece, of_weights = block.input_width, 16 // itemsize, {name: getattr(block, name) for name in _OF_WEIGHTS}
     vectors = [vector for vector in (4, 2, 1) if problem.stride[1] % vector == 0 and not (block.planes and vector > 1)]
-    vectors = [vector for vector in vectors if vector == 1 or block.varied(vector=vector).reads_pieces]
+    vectors = [vector for vector in vectors if vector == 1 or changed(block, vector=vector).reads_pieces]
     for pixels in _lines_of(problem, itemsize, flat):
         tile_w = width if flat else pixels
         segments = [segment for segment in (tile_w, tile_w // 2, tile_w // 4) if segment % piece == 0]
@@ -414,9 +402,7 @@ def _tiles_with(block: Tile, flat: bool) -> Iterator[Tile]:
             if 1 < lines > problem.input_size[0]:
                 break
             found = (
-                block.varied(
-                    same_weights=True, pixels=pixels, lines=lines, tile_w=tile_w, segment=segment, vector=vector
-                )
+                changed(block, pixels=pixels, lines=lines, tile_w=tile_w, segment=segment, vector=vector, **of_weights)
                 for segment, vector in itertools.product(segments, vectors)
             )
             if (tile := next((tile for tile in found if tile._fits), None)) is not None:
@@ -472,7 +458,7 @@ def fitted(tile: Tile, problem: Problem, limit: int) -> Tile | None:
         return None
     if tile.flat and input_width(problem, tile.itemsize) != tile.tile_w:
         return None
-    made = tile.varied(problem=problem, planes=planes)
+    made = changed(tile, problem=problem, planes=planes)
     return made if made.slices(limit) > 0 else None
 
 

@@ -14,6 +14,7 @@ import torch
 
 from gemmconv.device import REFERENCE
 from gemmconv.geometry import Pair, Problem, Shape4
+from gemmconv.hashing import cached_property
 from gemmconv.kernels.base import DEFAULT_WORKSPACE_LIMIT, Config, Pass
 from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.integers import INT32_MAX
@@ -134,7 +135,7 @@ class Tile:
     def pixels(self) -> int:
         return math.prod(self.size)
 
-    @functools.cached_property
+    @cached_property
     def box(self) -> Size:
         """Images, rows and columns of a box of grad_output."""
         images, height, width = self.size
@@ -154,7 +155,7 @@ class Tile:
         compute-sanitizer counts them as if they were a whole step further on."""
         return (self.merged - 1) * _STEP * _LINE_BYTES
 
-    @functools.cached_property
+    @cached_property
     def stages(self) -> int:
         return self._stages(self.pixels, math.prod(self.box))
 
@@ -182,7 +183,7 @@ class Tile:
         images, rows, columns = self.size
         return -(-problem.batch // images), -(-height // rows), -(-width // columns)
 
-    @functools.cached_property
+    @cached_property
     def weight_blocks(self) -> int:
         """Blocks that have different weights."""
         channels = [-(-count // own) for count, own in zip(self.channels, self.block_channels, strict=True)]
@@ -219,7 +220,7 @@ class Tile:
             return width % 8 == 0 and height % 2 == 0
         return width % _STEP == 0 or (width == box_width and (height == box_height or height * width % _STEP == 0))
 
-    @functools.cached_property
+    @cached_property
     def cycles(self) -> float:
         """Roughly the cycles of a tile: of products, or of copies."""
         pixels, box = self.pixels, math.prod(self.box)
