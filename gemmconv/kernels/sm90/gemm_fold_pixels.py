@@ -1,16 +1,20 @@
 """Host side of csrc/sm90/gemm_fold_pixels.cu: ``fused`` for small images, and for signals.
 
-    position  an input pixel: a row of the product
-    line      an output channel and a tap: a column of the product
-    item      the work that a thread block takes at a time: some images, or a window of one row, and a set of lines
-    set       some of the blocks of at most 256 lines that all lines are cut into
-    pass      output channels whose columns lie in shared memory together, while threads sum them up
-    chunk     128 bytes of a pixel's channels, which come to shared memory together
+The kernel multiplies inputs by weights, and adds up the products that belong to the same output. Its words are:
 
-64 images of 8 x 8, 64 to 32 channels, kernel 4, stride 2, padding 1, in TF32: there are 32 * 16 = 512 lines. A block
-has 144 of them, those of 9 output channels, so there are four blocks, each a set of its own. An item has two images,
-128 positions, so there are 32 * 4 = 128 items, one for nearly each multiprocessor of an H200.
-Channels come in two chunks. A pass has 3 output channels: 48 lines of 128 positions.
+    position  an input pixel: a row of the product
+    line      a tap of an output channel: a column of the product
+    block     at most 256 lines, which one product computes: all taps of some output channels
+    set       the blocks of lines that an item has: all of them, or a share
+    item      what a thread block computes at a time: positions of some images, or of a window of one row, times a set
+    chunk     128 bytes of a pixel's channels, which come to shared memory together
+    fold      the columns of some output channels, which lie in shared memory at once while threads add them up
+    cell      the outputs of one stride, height x width: a thread gathers a cell, or a part of its rows, at a time
+
+An example is 64 images of 8 x 8, 64 to 32 channels, kernel 4, stride 2, padding 1, in TF32. There are 32 * 16 = 512
+lines. A block has 144 of them, those of 9 output channels, so there are four blocks, each a set of its own. An item has
+two images, 128 positions, so there are 32 * 4 = 128 items, one for nearly each multiprocessor of an H200. Channels come
+in two chunks. A fold has 3 output channels, 48 lines of 128 positions, so a block takes three folds.
 
 It is for 16-bit types and TF32, NCHW and one group, where
 
@@ -44,22 +48,23 @@ from gemmconv.kernels.sm90.base import OneFormatForward
 from gemmconv.kernels.sm90.pixels_on_m import BLOCK_POSITIONS, CHUNK_BYTES, CONSUMERS, MOST_LINES, PositionRows
 
 _COST = costs_of("sm90/gemm_fold_pixels")
-_MOST_ROW_BLOCKS = 2
-_MOST_SUMS = 256  # lines times blocks of rows: registers have room for
-_MOST_CELLS = 16  # for each input: beyond, outputs are mostly what lies beside images
-_PASS_LINES = 32  # at least, where that is not too much of shared memory
-_OWN_BYTES, _MOST_OWN_BYTES = 40 << 10, 72 << 10  # of shared memory for columns; where inputs leave some more
-_MOST_HALO = 32  # inputs of a window's neighbours
+_MOST_ROW_BLOCKS = 2  # blocks of 128 positions of an item
+_MOST_SUMS = 256  # lines times blocks of positions: a thread has registers for so many
+_MOST_CELLS = 16  # cells for each input: where there are more, most outputs lie beside what the inputs reach
+_FOLD_LINES = 32  # lines of a fold at least, where they do not take too much shared memory
+_OWN_BYTES, _MOST_OWN_BYTES = 40 << 10, 72 << 10  # shared memory of two folds; the most where inputs leave so much
+_MOST_HALO = 32  # inputs of a window that its neighbours have too
 
 
 @dataclass(frozen=True)
 class Tile(PositionRows):
-    """The work of a block of csrc/sm90/gemm_fold_pixels.cu; see its header.
+    """The work of a thread block of csrc/sm90/gemm_fold_pixels.cu. The words are those of the module.
 
     Attributes:
-        images: of an item.
-        window: inputs of an image that an item has, all or some of one row.
-        compiled: blocks of rows, and turns of a thread at cells, at least.
+        images: images of an item; 1 where items are windows.
+        window: positions of each image that an item has: all of them, or a part of its only row.
+        compiled: the :attr:`row_blocks` and :attr:`fold_turns` that the kernel is compiled for, if it is compiled for a
+            tile that needs more of them; else ``(1, 1)``.
     """
 
     images: int
@@ -74,32 +79,38 @@ class Tile(PositionRows):
 
     @property
     def row_blocks(self) -> int:
+        """Blocks of 128 positions of an item, as compiled."""
         return max(self.compiled[0], -(-self.item_positions // BLOCK_POSITIONS))
 
     @cached_property
     def item_positions(self) -> int:
+        """Positions of an item."""
         return self.images * self.window
 
     @cached_property
     def item_images(self) -> int:
+        """Images of an item."""
         return self.images
 
     @cached_property
     def cells_of_image(self) -> Pair:
+        """Cells of an image, down and across."""
         return cells_of(self.problem)
 
     @cached_property
     def windows(self) -> tuple[int, int, int]:
+        """Windows of an image, positions from one to the next, and positions of each before that of its first cell."""
         p = self.problem
         if self.window == p.in_pixels:
             return 1, 0, 0
         # Cells read inputs this far to the left and to the right; windows begin with whole pieces.
         left, right = (up_to_multiple(reach, self.piece) for reach in _halo(p))
         step = self.window - left - right
-        return -(-cells_of(p)[1] // step), step, left
+        return -(-self.cells_of_image[1] // step), step, left
 
     @property
     def set_items(self) -> int:
+        """Items of a set."""
         p, (windows, _, _) = self.problem, self.windows
         return -(-p.batch // self.images) if windows == 1 else p.batch * windows
 
@@ -107,7 +118,7 @@ class Tile(PositionRows):
     def cells(self) -> int:
         """Cells of an item."""
         windows, step, _ = self.windows
-        return self.images * math.prod(cells_of(self.problem)) if windows == 1 else step
+        return self.images * math.prod(self.cells_of_image) if windows == 1 else step
 
     @property
     def fold_pitch(self) -> int:
@@ -116,7 +127,10 @@ class Tile(PositionRows):
 
     @property
     def fold_turns(self) -> int:
-        """Cells that a thread gathers, or parts of them: as the kernel has it, threads are divided into groups."""
+        """How many cells, or parts of cells, a thread gathers of a fold, at most.
+
+        Threads are divided into groups, each for some output channels of the fold, as in the kernel (kGroups).
+        """
         groups = 1
         while self.fold_outs % (2 * groups) == 0 and 2 * groups * self._usual_threads <= CONSUMERS:
             groups *= 2
@@ -124,26 +138,27 @@ class Tile(PositionRows):
 
     @property
     def _usual_threads(self) -> int:
-        """For the parts of a cell of each position; of all cells there are about as many."""
+        """Threads that gather a fold once: one for each part of as many cells as there are positions."""
         return self.row_blocks * BLOCK_POSITIONS * self.parts
 
-    def _pass_bytes(self, outs: int) -> int:
+    def _fold_bytes(self, outs: int) -> int:
+        """Bytes of shared memory of a fold of so many output channels."""
         return outs * self.problem.taps * self.fold_pitch * 4
 
     @cached_property
     def fold_outs(self) -> int:
-        """Output channels that are folded together: of whole columns of a thread, and some for all threads."""
+        """Output channels of a fold: their lines are a multiple of 8, and enough for all threads if these fit."""
         block_outs, unit = self.lines // self.problem.taps, math.lcm(8, self.problem.taps) // self.problem.taps
-        wanted = max(_PASS_LINES // self.problem.taps, CONSUMERS // self._usual_threads, unit)
+        wanted = max(_FOLD_LINES // self.problem.taps, CONSUMERS // self._usual_threads, unit)
         possible = [outs for outs in range(unit, block_outs + 1, unit) if block_outs % outs == 0]
         most = max(_OWN_BYTES, min(_MOST_OWN_BYTES, self.left_bytes)) if self.line_blocks > 1 else _OWN_BYTES
-        fitting = [outs for outs in possible if 2 * self._pass_bytes(outs) <= most] or possible[:1]
+        fitting = [outs for outs in possible if 2 * self._fold_bytes(outs) <= most] or possible[:1]
         return min((outs for outs in fitting if outs >= wanted), default=fitting[-1])
 
     @cached_property
     def own_bytes(self) -> int:
-        """Bytes of shared memory for the columns of two passes."""
-        return 2 * self._pass_bytes(self.fold_outs)
+        """Bytes of shared memory of two folds: the next is written while one is added up."""
+        return 2 * self._fold_bytes(self.fold_outs)
 
     @property
     def vector(self) -> int:
@@ -152,11 +167,12 @@ class Tile(PositionRows):
 
     @property
     def parts(self) -> int:
-        """Parts of a row of a cell, one for each thread."""
+        """Parts into which each row of a cell is cut, for as many threads."""
         return self.problem.stride[1] // self.vector if self.problem.dilation[1] == 1 else 1
 
     @property
     def possible(self) -> bool:
+        """Whether both rings of shared memory have two buffers at least, and windows are parts of an image."""
         slots, stages = self.ring_sizes
         whole = self.window == self.problem.in_pixels
         return slots >= 2 and stages >= 2 and (whole or self.windows[0] > 1)  # one window is an image, to the kernel
@@ -169,13 +185,17 @@ class Tile(PositionRows):
 
     @property
     def least_cycles(self) -> float:
-        """A lower bound of the time of such a tile, whatever its sets."""
+        """A lower bound of :attr:`cycles` of tiles with the same lines and items, whatever their sets."""
         return self._call_cycles(self.set_items, self.set_items / self.multiprocessors, self.line_blocks, 1)
 
     def _call_cycles(self, items: int, rounds: float, blocks: int, reads: int) -> float:
-        """Cycles of a call whose multiprocessors take ``rounds`` items each.
+        """Cycles of a call.
 
-        An item is computed for so many blocks of lines, and its inputs are read so often.
+        Args:
+            items: items of all sets.
+            rounds: items that a multiprocessor takes one after the other.
+            blocks: blocks of lines of an item.
+            reads: how often the inputs of an item come to shared memory.
         """
         computed = rounds * (_COST.item_cycles + blocks * self._block_cycles)
         moved = self.problem.image_bytes(self.itemsize) / _COST.bytes_a_cycle
@@ -188,10 +208,10 @@ class Tile(PositionRows):
     def _block_cycles(self) -> float:
         """Cycles for a block of lines of an item."""
         p, cells = self.problem, self.cells
-        outs, passes = self.lines // p.taps, self.lines // (p.taps * self.fold_outs)
+        outs, folds = self.lines // p.taps, self.lines // (p.taps * self.fold_outs)
         # Sectors of 32 bytes that a lane's stores of a cell have parts of.
         sectors = p.stride[0] * (p.stride[1] / self.vector) * min(1, p.stride[1] * self.itemsize / 32)
-        folded = _COST.fold_cycles * self.lines * max(cells, self.item_positions) + _COST.pass_cycles * passes
+        folded = _COST.fold_cycles * self.lines * max(cells, self.item_positions) + _COST.each_fold_cycles * folds
         products = self.row_blocks * (_COST.line_cycles * self.lines + _COST.rows_cycles)
         return self.chunks * (products + _COST.chunk_cycles) + folded + _COST.sector_cycles * outs * cells * sectors
 
@@ -217,14 +237,14 @@ def tiles_of(problem: Problem, itemsize: int, multiprocessors: int = REFERENCE.m
 
 
 def _in_sets(block: Tile) -> Iterator[Tile]:
-    """Those of the same lines and items."""
+    """The possible tiles with the lines and items of one tile, cut into each number of sets."""
     for sets in pixels_on_m.sets_of(block.problem, block.lines):
         if (tile := block.of_items(block.images, block.window, sets)).possible:
             yield tile
 
 
 def _blocks_of(problem: Problem, itemsize: int, multiprocessors: int) -> Iterator[Tile]:
-    """The lines and positions that blocks may have, as tiles of one set."""
+    """All choices of a block's lines and an item's positions, as tiles of one set."""
     p = problem
     step = math.lcm(16, p.taps)
     if step > MOST_LINES or math.prod(cells_of(p)) > _MOST_CELLS * p.in_pixels or not can_be_folded(p):
@@ -245,13 +265,13 @@ def _blocks_of(problem: Problem, itemsize: int, multiprocessors: int) -> Iterato
 
 
 def _halo(problem: Problem) -> Pair:
-    """How far to the left and to the right of cells in one row inputs are read."""
+    """How many inputs to the left, and to the right, of its own place a cell of a single row reads."""
     least, largest = reach_of(problem, 1)
     return max(-least, 0), max(largest, 0)
 
 
 def _items_of(problem: Problem) -> Iterator[tuple[int, int]]:
-    """How many images, and how much of each, an item may have."""
+    """The ``images`` and the ``window`` that tiles may have."""
     p, most = problem, _MOST_ROW_BLOCKS * BLOCK_POSITIONS
     if p.in_pixels <= most:
         for images in range(1, min(p.batch, most // p.in_pixels) + 1):

@@ -1,4 +1,10 @@
-"""Shared by gemm_depth_to_space and gemm_fold_pixels: products whose rows are positions (pipeline/pixels_on_m.cuh)."""
+"""Shared by gemm_depth_to_space and gemm_fold_pixels: products whose rows are positions (pipeline/pixels_on_m.cuh).
+
+A position is an input pixel, a line a tap of an output channel: a product of 128 positions and a block of lines is what
+the threads that multiply ("consumers") compute at once. Other threads ("producers") fill two rings of buffers in shared
+memory: slots, each with 128 bytes of channels (a chunk) of an item's positions, and stages, each with a chunk of the
+weights of a block of lines. See gemm_fold_pixels.py for all words, and an example.
+"""
 
 from __future__ import annotations
 
@@ -17,35 +23,38 @@ from gemmconv.kernels.sm90.base import forward_program, weight_map
 from gemmconv.kernels.sm90.implicit_gemm_plan import SHARED_BYTES
 from gemmconv.kernels.weights.pack import k_major_macros, packing
 
-BLOCK_POSITIONS = 128  # that two warpgroups multiply at once
-MOST_LINES = 256  # that tensor cores take
-CHUNK_BYTES = 128  # of channels, of a slot and a stage
-_BOX_LINES = 64
+BLOCK_POSITIONS = 128  # positions that two warpgroups multiply at once
+MOST_LINES = 256  # lines of a product that tensor cores take
+CHUNK_BYTES = 128  # bytes of a pixel's channels in a slot, and of a line's in a stage
+_BOX_LINES = 64  # lines of a box of weights
 CONSUMERS = 256  # threads that multiply and store
-_LOADERS = 96  # threads
-_BARRIER_BYTES = 16  # of a slot or a stage
-_PIECE = 4  # inputs, at least, that are copied together
-_MOST_RING = 12
-_STAGES_BYTES = 98_304 + 6 * _BARRIER_BYTES  # that hide how long weights take from the L2 cache
-_SETS = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64)
+_LOADERS = 96  # threads that copy inputs; a warp beside them copies weights
+_BARRIER_BYTES = 16  # bytes of the barriers of a slot or a stage
+_PIECE = 4  # inputs that are copied together, at least
+_MOST_RING = 12  # slots, and stages
+_STAGES_BYTES = 98_304 + 6 * _BARRIER_BYTES  # bytes of stages that hide how long weights take from the L2 cache
+_SETS = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64)  # sets that blocks of lines may be divided into, at most
 
 
 @dataclass(frozen=True)
 class PositionRows:
-    """The work of a block of such a kernel.
+    """The work of a thread block of such a kernel.
+
+    The values of ``item_positions`` and what follows are those of gemm_depth_to_space; gemm_fold_pixels has its own.
 
     Attributes:
         problem: the geometry.
-        itemsize: bytes of an element; of four, float32 as TF32.
-        lines: of weights that are multiplied together.
-        sets: that blocks of lines are divided into, each for other items.
-        multiprocessors: of the GPU, on each of which a block runs.
-        item_positions: of an item.
-        item_images: images of an item that has whole ones; 0 of others.
-        cells_of_image: cells of an image that are folded together, down and across.
-        windows: windows of an image: their number, positions from one to the next, and positions before the first.
-        own_bytes: bytes of shared memory that a kernel needs beside the common parts.
-        registers: of a consumer thread and of a producer, which gives up some: all 384 threads begin with 168.
+        itemsize: bytes of an element: 2, or 4 for float32 that is rounded to TF32.
+        lines: lines of a block, all taps of some output channels.
+        sets: sets that the blocks of lines are divided into; each item has the blocks of one.
+        multiprocessors: multiprocessors of the GPU, each of which runs one thread block.
+        item_positions: positions of an item.
+        item_images: images of an item that has whole ones; 0 where items go on across images.
+        cells_of_image: cells of an image, down and across, where a kernel folds them.
+        windows: windows of an image, positions from one to the next, and those of each before that of its first cell.
+        own_bytes: bytes of shared memory that the epilogue needs, beside slots, stages, biases and barriers.
+        registers: registers of a consumer thread and of a producer thread, which leaves it some: the kernel starts with
+            168 for each of its 384 threads.
     """
 
     problem: Problem
@@ -63,12 +72,12 @@ class PositionRows:
 
     @property
     def input_size(self) -> Pair:
-        """Rows and columns, as the kernel is to see them."""
+        """Rows and columns of an image, as the kernel sees it."""
         return self.problem.input_size
 
     @property
     def row_blocks(self) -> int:
-        """Blocks of positions of an item."""
+        """Blocks of 128 positions of an item."""
         return -(-self.item_positions // BLOCK_POSITIONS)
 
     @property
@@ -83,6 +92,7 @@ class PositionRows:
 
     @property
     def line_blocks(self) -> int:
+        """Blocks of lines of all sets."""
         return -(-self.problem.out_channels * self.problem.taps // self.lines)
 
     @property
@@ -92,15 +102,17 @@ class PositionRows:
 
     @property
     def chunks(self) -> int:
-        """Slots of an item, and stages of a block of lines."""
+        """Chunks of a pixel's channels: slots of an item's inputs, and stages of a block's weights."""
         return -(-self.problem.in_channels * self.itemsize // CHUNK_BYTES)
 
     @property
     def slot_bytes(self) -> int:
+        """Bytes of a chunk of the inputs of an item."""
         return self.row_blocks * BLOCK_POSITIONS * CHUNK_BYTES
 
     @property
     def stage_bytes(self) -> int:
+        """Bytes of a chunk of the weights of a block of lines; boxes of a tensor map are whole."""
         return (self.lines if self.packed else up_to_multiple(self.lines, _BOX_LINES)) * CHUNK_BYTES
 
     @property
@@ -116,12 +128,15 @@ class PositionRows:
 
     @cached_property
     def held(self) -> bool:
-        """Whether inputs stay in shared memory for all blocks of lines of an item: if they fit."""
+        """Whether an item's inputs stay in shared memory for all of its blocks of lines: they do if they fit."""
         return self.blocks > 1 and self.chunks <= _MOST_RING and self.own_bytes <= self.left_bytes
 
     @cached_property
     def ring_sizes(self) -> tuple[int, int]:
-        """Slots of inputs and stages of weights."""
+        """Slots of inputs and stages of weights that fit shared memory.
+
+        Where inputs are :attr:`held`, all chunks of an item have a slot, and stages come before further slots.
+        """
         free = SHARED_BYTES - self.bias_bytes - self.own_bytes
         slot, stage = self.slot_bytes + _BARRIER_BYTES, self.stage_bytes + _BARRIER_BYTES
         if self.held:
@@ -133,7 +148,7 @@ class PositionRows:
 
     @property
     def first_bytes(self) -> tuple[int, int, int]:
-        """Where stages, the kernel's own and, behind biases, barriers begin in shared memory."""
+        """Where stages, the epilogue's own bytes and (behind these and biases) barriers begin in shared memory."""
         slots, stages = self.ring_sizes
         own = slots * self.slot_bytes + stages * self.stage_bytes
         return slots * self.slot_bytes, own, own + self.own_bytes + self.bias_bytes
@@ -149,11 +164,12 @@ class PositionRows:
 
     @property
     def items(self) -> int:
+        """Items of all sets, at which thread blocks take turns."""
         return self.set_items * self.sets
 
     @property
     def piece(self) -> int:
-        """Inputs that are copied together."""
+        """Inputs of a channel that are copied together: 16 bytes, or less if images are not whole pieces."""
         return math.gcd(16 // self.itemsize, self.problem.in_pixels)
 
     @property
@@ -167,7 +183,11 @@ class PositionRows:
 
 
 def serves(problem: Problem, itemsize: int, multiprocessors: int) -> bool:
-    """Whether pieces are of one image, rows of weights begin where boxes do, and integers reach as far as any tile."""
+    """Whether a problem suits the copies and the integers of these kernels, whatever the tile.
+
+    Images are whole pieces, rows of 16-bit weights begin at multiples of 16 bytes as boxes do, and 32-bit integers hold
+    all that the kernels count.
+    """
     p = problem
     if p.groups > 1 or p.batch == 0 or p.in_pixels % _PIECE or (itemsize == 2 and p.out_channels * p.taps % 8):
         return False
@@ -180,7 +200,7 @@ def serves(problem: Problem, itemsize: int, multiprocessors: int) -> bool:
 
 
 def sets_of(problem: Problem, lines: int) -> set[int]:
-    """How many sets blocks of lines may be divided into."""
+    """The numbers of sets that the blocks of so many lines may be divided into."""
     blocks = -(-problem.out_channels * problem.taps // lines)
     return {even_share(blocks, count) for count in _SETS}
 
@@ -207,7 +227,7 @@ def macros_of(tile: PositionRows, dtype: torch.dtype) -> Macros:
 
 
 def program(config: Config, name: str, tile: PositionRows, macros: Macros, row: int) -> Program:
-    """A forward pass by csrc/sm90/``name``.cu; for ``row`` see :func:`k_major_macros`."""
+    """A forward pass by csrc/sm90/``name``.cu; ``row`` is the order of packed lines: see :func:`k_major_macros`."""
     box, pack = (_BOX_LINES, CHUNK_BYTES // tile.itemsize), None
     (in_h, in_w), (cells_h, cells_w) = tile.input_size, tile.cells_of_image
     divisors = tile.sets, in_h * in_w, tile.windows[0], in_w, cells_h * cells_w, cells_w
