@@ -21,7 +21,7 @@ from gemmconv.hashing import cached_property
 from gemmconv.kernels.base import Config, Pass
 from gemmconv.kernels.costs import costs_of, overlapped
 from gemmconv.kernels.integers import INT32_MAX, even_share, up_to_multiple
-from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros, index_macros
+from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros, index_macros, named_macros
 from gemmconv.kernels.phases import can_be_folded, cells_of, reach_of, stored_together
 from gemmconv.kernels.program import (
     Launch,
@@ -453,29 +453,18 @@ def macros_of(tile: Tile, dtype: torch.dtype) -> Macros:
     p = tile.problem
     return {
         "ELEMENT_T": ELEMENT_TYPES[dtype],
-        "IN_CHANNELS": p.in_channels,
-        "OUT_CHANNELS": p.out_channels,
-        "CHANNELS_LAST": int(tile.channels_last),
-        "SPLIT": int(tile.split),
+        **named_macros(p, "in_channels out_channels"),
+        **named_macros(tile, "channels_last split"),
         "CHAIN": CHAIN,
         "CHANNEL_STEPS": tile.steps,
         "LINES": tile.whole_lines,
-        "STAGES": tile.stages,
-        "WARPGROUPS": tile.warpgroups,
-        "FOLDERS": tile.folders,
+        **named_macros(tile, "stages warpgroups folders"),
         "PRODUCERS": tile.loaders,
-        "ROWS": tile.rows,
-        "COLUMNS": tile.columns,
-        "WHOLE": int(tile.whole),
+        **named_macros(tile, "rows columns whole"),
         "CELLS": tile.most_cells,
-        "ORIGIN": tile.origin,
-        "LEFT": tile.left,
-        "COLUMN_PITCH": tile.column_pitch,
+        **named_macros(tile, "origin left column_pitch"),
         "TOGETHER": tile.rows_together,
-        "PITCH": tile.pitch,
-        "UNIT": tile.unit,
-        "BOXED": int(tile.boxed),
-        "VECTOR": tile.vector,
+        **named_macros(tile, "pitch unit boxed vector"),
         "MIN_BLOCKS": tile.blocks_resident,
         "SHARED_BYTES": tile.shared_bytes,
         **geometry_macros(p, p.image_elements),

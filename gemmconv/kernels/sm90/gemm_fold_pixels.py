@@ -40,7 +40,7 @@ from gemmconv.hashing import cached_property, changed
 from gemmconv.kernels.base import Config, Pass
 from gemmconv.kernels.costs import costs_of, overlapped
 from gemmconv.kernels.integers import even_share, up_to_multiple
-from gemmconv.kernels.macros import Macros, geometry_macros
+from gemmconv.kernels.macros import Macros, geometry_macros, named_macros
 from gemmconv.kernels.phases import can_be_folded, cells_of, reach_of, stored_together
 from gemmconv.kernels.program import Program
 from gemmconv.kernels.sm90 import pixels_on_m
@@ -289,11 +289,9 @@ def macros_of(tile: Tile, dtype: torch.dtype) -> Macros:
         # Outputs of a row beyond a stride for each input, which do not depend on its size.
         "OUT_MORE_H": p.output_size[0] - p.input_size[0] * p.stride[0],
         "OUT_MORE_W": p.output_size[1] - p.input_size[1] * p.stride[1],
-        "FOLD_PITCH": tile.fold_pitch,
-        "FOLD_OUTS": tile.fold_outs,
+        **named_macros(tile, "fold_pitch fold_outs"),
         "WHOLE_OUTS": int(p.out_channels % tile.fold_outs == 0),
-        "FOLD_TURNS": tile.fold_turns,
-        "VECTOR": tile.vector,
+        **named_macros(tile, "fold_turns vector"),
         **geometry_macros(p),
     }
 

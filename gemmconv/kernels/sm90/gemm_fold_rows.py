@@ -24,7 +24,7 @@ from gemmconv.hashing import cached_property
 from gemmconv.kernels.base import Config, Pass
 from gemmconv.kernels.costs import costs_of, overlapped
 from gemmconv.kernels.integers import INT32_MAX, up_to_multiple
-from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, table
+from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, named_macros, table
 from gemmconv.kernels.pass_geometry import Gathering
 from gemmconv.kernels.phases import Tap, has_all_phases, taps_of
 from gemmconv.kernels.program import Launch, Params, Program, TensorMapSpec, gathering, reciprocal
@@ -253,22 +253,16 @@ class RowTile(Gathering):
     def compiled(self) -> Macros:
         """Macros of the kernel but the type of elements, which depend on the layer and the fields of the tile alone."""
         return {
-            "IN_CHANNELS": self.in_channels,
-            "OUT_CHANNELS": self.out_channels,
-            "CHANNELS": self.channels,
-            "CHANNEL_SETS": self.channel_sets,
+            **named_macros(self, "in_channels out_channels channels channel_sets"),
             "PHASES": self.span[0],
-            "WEIGHT_ROWS": self.weight_rows,
-            "PIXELS_ON_M": int(self.pixels_on_m),
+            **named_macros(self, "weight_rows pixels_on_m"),
             "SPAN_W": self.span[1],
             "DELAYED": self.delayed,
             "DELAY": table(self.delays + [0] * self._pads),
             "PHASE": table([tap.phase for tap in self.taps_across] + [-1] * self._pads),
             "INPUT_ROWS": self.input_rows,
             "FIRST_ROW": table(self.first_rows),
-            "STAGES": self.stages,
-            "VECTOR": self.vector,
-            "SHARED_BYTES": self.shared_bytes,
+            **named_macros(self, "stages vector shared_bytes"),
         }
 
     @cached_property
@@ -286,8 +280,7 @@ class RowTile(Gathering):
             "INPUT_GRAD": int(self.direction == "input_grad"),
             "ROW_ORDER": pack.ROWS_SLOTS if self.slots == 2 and not self.pixels_on_m else pack.ROWS_PLAIN,
             "CHANNEL_PAIRS": int(self.pixels_on_m),
-            "IN_CHANNELS": self.in_channels,
-            "OUT_CHANNELS": self.out_channels,
+            **named_macros(self, "in_channels out_channels"),
             "TAPS": self.problem.taps,
             "UNITS": self.channels // self.piece,
             "CHANNEL_SETS": self.channel_sets,
@@ -407,11 +400,9 @@ class Tile16(RowTile):
     def compiled(self) -> Macros:
         return {
             **super().compiled,
-            "TILES": self.tiles,
-            "SLOTS": self.slots,
+            **named_macros(self, "tiles slots"),
             "ROW_TAP": table([tap for phase in self.row_taps for row in phase for tap in row]),
-            "LINE_CELLS": self.line_cells,
-            "LINE_PITCH": self.line_pitch,
+            **named_macros(self, "line_cells line_pitch"),
         }
 
 
@@ -568,10 +559,7 @@ class TileTf32(RowTile):
     def compiled(self) -> Macros:
         return {
             **super().compiled,
-            "CHUNK": self.chunk,
-            "OUTS": self.outs,
-            "LINES": self.lines,
-            "WHOLE_SECTORS": int(self.whole_sectors),
+            **named_macros(self, "chunk outs lines whole_sectors"),
             "ROW_PLACE": table([place for phase in self.row_places for place in phase]),
             "TAPS_TOGETHER": self.taps_together,
         }

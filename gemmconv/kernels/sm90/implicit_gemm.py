@@ -18,7 +18,7 @@ import torch
 from gemmconv.kernels.base import Config, Pass
 from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.integers import INT32_MAX
-from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, index_macros, table
+from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, index_macros, named_macros, table
 from gemmconv.kernels.program import (
     Launch,
     Params,
@@ -40,39 +40,24 @@ _FEW_ITEMS = 4  # of a thread block
 
 def macros_of(plan: Plan, dtype: torch.dtype) -> Macros:
     """Macros that specialise csrc/sm90/implicit_gemm.cu. None depends on the sizes of images or on the batch."""
-    kernel = plan.compiled or plan
     phases = [phase for block in plan.phases for phase in block]
     return {
         "ELEMENT_T": ELEMENT_TYPES[dtype],
         **_common_macros(plan),
-        "BLOCKS": plan.blocks,
-        "WARPGROUPS_M": plan.warpgroups_m,
-        "PHASE_SETS": plan.phase_sets,
+        **named_macros(plan, "blocks warpgroups_m phase_sets"),
         "PHASE_BASE": PHASE_BASE,
         "STEPS": plan.all_steps,
         "STEP_BEGIN": table([0, *accumulate(map(len, plan.steps))]),
         "PHASES": table([-1 if phase is None else phase[0] * PHASE_BASE + phase[1] for phase in phases]),
-        "UNIT_H": plan.unit[0],
-        "UNIT_W": plan.unit[1],
-        "SPAN_H": plan.span[0],
-        "SPAN_W": plan.span[1],
-        "COLUMNS": plan.columns,
-        "CHANNELS_LAST": int(plan.channels_last),
+        **named_macros(plan, "unit span columns channels_last"),
         "PING_PONG": int(plan.turns),
         "CHAIN": CHAIN,
-        "PAIRING": plan.pairing,
-        "STAGED": int(plan.staged),
-        "LINE_CELLS": plan.line_cells,
-        "VECTOR": plan.vector,
+        **named_macros(plan, "pairing staged line_cells vector"),
         "PAIRED_CELLS": int(plan.staged or plan.pitch % 2 == 0),
         "VECTOR_LOADS": int(plan.vector_loads),
         "BOXED": int(plan.way == "lines"),
-        "LANDING_BOX": int(plan.landing_box),
-        "LANDING_UNITS": plan.landing_units,
-        "LANDING_STAGES": plan.landing_stages,
-        "PARTIAL_PIECES": int(kernel.partial_pieces),
-        "SHARERS": kernel.sharers,
-        "LANDED_TURNS": kernel.landed_turns,
+        **named_macros(plan, "landing_box landing_units landing_stages"),
+        **named_macros(plan.compiled or plan, "partial_pieces sharers landed_turns"),
         "WIDE": plan.wide,
         "PRODUCERS": plan.loaders,
         "LOADED_TOGETHER": plan.together,
@@ -96,18 +81,8 @@ def weight_macros_of(plan: Plan, dtype: torch.dtype) -> Macros:
 
 def _common_macros(plan: Plan) -> Macros:
     """The macros by which weights are laid out, and read."""
-    return {
-        "SPLIT": int(plan.split),
-        "IN_CHANNELS": plan.in_channels,
-        "OUT_CHANNELS": plan.out_channels,
-        "SLOTS": plan.slots,
-        "CHANNELS": plan.channels,
-        "ROW_ORDER": plan.row_order,
-        "PHASE_SIDES": plan.phase_sides,
-        "CHANNEL_SETS": plan.channel_sets,
-        "UNITS": plan.units,
-        "CHUNKS": plan.chunks,
-    }
+    channels = named_macros(plan, "split in_channels out_channels slots channels")
+    return {**channels, **named_macros(plan, "row_order phase_sides channel_sets units chunks")}
 
 
 def input_map(plan: Plan) -> TensorMapSpec:

@@ -20,7 +20,7 @@ from gemmconv.hashing import cached_property, changed
 from gemmconv.kernels.base import Config, Pass
 from gemmconv.kernels.costs import costs_of, overlapped
 from gemmconv.kernels.integers import INT32_MAX
-from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros
+from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros, named_macros
 from gemmconv.kernels.phases import can_be_folded, cells_of
 from gemmconv.kernels.program import Params, Program, TensorMapSpec, reciprocal
 from gemmconv.kernels.sm90.base import FAST_CLOCK_RATE, OneFormatForward, forward_program, image_map
@@ -333,10 +333,8 @@ def macros_of(tile: Tile, dtype: torch.dtype) -> Macros:
         "ELEMENT_T": ELEMENT_TYPES[dtype],
         "PACKED": int(tile.packed),
         "DEFERRED_STORES": int(tile.kept),
-        "IN_CHANNELS": tile.problem.in_channels,
-        "OUT_CHANNELS": tile.problem.out_channels,
-        "ROW_BLOCKS": tile.row_blocks,
-        "LINES": tile.lines,
+        **named_macros(tile.problem, "in_channels out_channels"),
+        **named_macros(tile, "row_blocks lines"),
         "DENSE": int(tile.group == 0),
         **geometry_macros(tile.problem),
     }

@@ -17,7 +17,7 @@ from gemmconv.geometry import Pair, Problem
 from gemmconv.hashing import cached_property
 from gemmconv.kernels.base import Config
 from gemmconv.kernels.integers import INT32_MAX, even_share, up_to_multiple
-from gemmconv.kernels.macros import ELEMENT_TYPES, Macros
+from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, named_macros
 from gemmconv.kernels.program import Params, Program, reciprocal
 from gemmconv.kernels.sm90.base import forward_program, weight_map
 from gemmconv.kernels.sm90.implicit_gemm_plan import SHARED_BYTES
@@ -221,8 +221,7 @@ def macros_of(tile: PositionRows, dtype: torch.dtype) -> Macros:
         "PRODUCERS": _LOADERS,
         "CONSUMER_REGISTERS": tile.registers[0],
         "PRODUCER_REGISTERS": tile.registers[1],
-        "PIECE": tile.piece,
-        "OWN_BYTES": tile.own_bytes,
+        **named_macros(tile, "piece own_bytes"),
     }
 
 

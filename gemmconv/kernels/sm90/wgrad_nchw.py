@@ -19,7 +19,7 @@ from gemmconv.hashing import cached_property, changed
 from gemmconv.kernels.base import Config, Pass
 from gemmconv.kernels.costs import costs_of, overlapped
 from gemmconv.kernels.integers import INT32_MAX, power_of_two_within, up_to_multiple
-from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros, table
+from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros, named_macros, table
 from gemmconv.kernels.program import Launch, Params, Program, TensorMapSpec
 from gemmconv.kernels.sm90.base import WeightGradKernel, variant_of
 from gemmconv.kernels.sm90.implicit_gemm_plan import SHARED_BYTES
@@ -521,15 +521,7 @@ def macros_of(tile: Tile, dtype: torch.dtype) -> Macros:
         "CO": co,
         "PIXELS": tile.pixels,
         "ROWS": tile.lines,
-        "TILE_W": tile.tile_w,
-        "SEGMENT": tile.segment,
-        "VECTOR": tile.vector,
-        "CI_TILE": tile.ci_tile,
-        "SIDES_CO": tile.sides_co,
-        "SIDES_H": tile.sides_h,
-        "SIDES_W": tile.sides_w,
-        "TAPS_H": tile.taps[0],
-        "TAPS_W": tile.taps[1],
+        **named_macros(tile, "tile_w segment vector ci_tile sides_co sides_h sides_w taps"),
         "SLOTS": len(tile.slots),
         "SLOT_ROWS": table([row for row, _ in tile.slots]),
         "SLOT_COLUMNS": table([column for _, column in tile.slots]),

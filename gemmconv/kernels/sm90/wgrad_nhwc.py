@@ -18,7 +18,7 @@ from gemmconv.hashing import cached_property
 from gemmconv.kernels.base import DEFAULT_WORKSPACE_LIMIT, Config, Pass
 from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.integers import INT32_MAX
-from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros
+from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros, named_macros
 from gemmconv.kernels.program import Launch, Params, Program, TensorMapSpec
 from gemmconv.kernels.sm90.base import WeightGradKernel, image_map
 from gemmconv.kernels.sm90.implicit_gemm_plan import SHARED_BYTES
@@ -425,10 +425,7 @@ def macros_of(tile: Tile, dtype: torch.dtype, slices: int) -> Macros:
         "SIDES_CI": tile.sides[0],
         "SIDES_CO": tile.sides[1],
         "ATOMS_CO": tile.atoms,
-        "MERGED": tile.merged,
-        "COLUMNS": tile.columns,
-        "STAGES": tile.stages,
-        "SHARED_BYTES": tile.shared_bytes,
+        **named_macros(tile, "merged columns stages shared_bytes"),
         **geometry_macros(tile.problem),
     }
     for axis, taps in (("H", tile.taps_h), ("W", tile.taps_w)):
