@@ -41,7 +41,7 @@ from gemmconv.kernels.cpu import estimate
 from gemmconv.kernels.integers import INT32_MAX
 from gemmconv.kernels.layout.transpose import grad_output_transpose_seconds, input_transpose_seconds
 from gemmconv.kernels.macros import why_not_dtype
-from gemmconv.kernels.program import Operand, Output, Program, Step, Zero
+from gemmconv.kernels.program import Operand, Output, Program, Step, Zero, grad_input_of, grad_weight_of
 from gemmconv.kernels.splits.reduce import sum_partials
 
 # Rates that were reached on Hopper; other GPUs scale them by the ratio of the devices' peak rates.
@@ -134,8 +134,7 @@ class GemmCol2im(AlgorithmOfOne):
                 scratch["partials"] = sum_bytes
         if of_input:
             operands.append(weight)
-            strides = strides_of(p.input_shape, config.memory_format)
-            outputs.append(Output("grad_input", p.input_shape, strides, image_format(config)))
+            outputs.append(grad_input_of(config, image_format(config)))
         for chunk in chunks:
             steps += columns.unfold(chunk)
             if of_input:
@@ -143,7 +142,7 @@ class GemmCol2im(AlgorithmOfOne):
             if of_weight:
                 steps += columns.weight_grad(chunk, slots, accumulates=chunk != first)
         if of_weight:
-            outputs.append(Output("grad_weight", p.weight_shape, strides_of(p.weight_shape, nchw)))
+            outputs.append(grad_weight_of(p))
             if in_place:
                 steps = [step.renamed({"partials": "grad_weight"}) for step in steps]
             else:

@@ -21,14 +21,12 @@ class Gathering:
     @cached_property
     def in_channels(self) -> int:
         """Input channels of a group: those that are summed over."""
-        p = self.problem
-        return (p.in_channels if self.direction == "forward" else p.out_channels) // p.groups
+        return self.problem.gemm_k if self.direction == "forward" else self.problem.group_out_channels
 
     @cached_property
     def out_channels(self) -> int:
         """Output channels of a group."""
-        p = self.problem
-        return (p.out_channels if self.direction == "forward" else p.in_channels) // p.groups
+        return self.problem.group_out_channels if self.direction == "forward" else self.problem.gemm_k
 
     @property
     def input_size(self) -> Pair:

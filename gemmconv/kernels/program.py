@@ -364,6 +364,17 @@ def gathering(
     return Program(config.dtype, operands, (output,), tuple(steps) or (clearing(config, output),), scratch or {})
 
 
+def grad_input_of(config: Config, written: torch.memory_format) -> Output:
+    """The output ``grad_input``, in the configuration's format; launches write it in the format ``written``."""
+    shape = config.problem.input_shape
+    return Output("grad_input", shape, strides_of(shape, config.memory_format), written)
+
+
+def grad_weight_of(problem: Problem) -> Output:
+    """The output ``grad_weight``, contiguous."""
+    return Output("grad_weight", problem.weight_shape, strides_of(problem.weight_shape, torch.contiguous_format))
+
+
 def clearing(config: Config, output: Output) -> Zero:
     """The step that clears an output: its elements are empty sums, or there are none."""
     return Zero(output.name, math.prod(output.shape) * config.dtype.itemsize)

@@ -15,12 +15,11 @@ from gemmconv.device import REFERENCE, REGISTERS, DeviceSpec
 from gemmconv.geometry import Problem
 from gemmconv.kernels.base import Config, Kernel, Pass, accumulator_dtype
 from gemmconv.kernels.costs import costs_of
-from gemmconv.kernels.direct.menu import menu_of, samples
+from gemmconv.kernels.direct.menu import kept, menu_of, samples
 from gemmconv.kernels.integers import INT32_MAX, even_share, power_of_two
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros, named_macros
 from gemmconv.kernels.phases import cells_of, reach_of
 from gemmconv.kernels.program import Launch, Params, Program, gathering, plane_grid, weight_steps
-from gemmconv.kernels.search_cache import cached
 
 _COST = costs_of("direct/forward")
 SHARED_BYTES = 48 << 10  # four blocks of a Hopper multiprocessor, one of every architecture since sm_80
@@ -90,22 +89,18 @@ def tile_of(problem: Problem, dtype: torch.dtype, channels_last: bool, spec: Dev
     return min(menu, key=lambda one: layer.cycles(*one), default=(None,))[0]
 
 
-@functools.lru_cache(maxsize=1024)
+@kept
 def _menu(
     problems: tuple[Problem, ...], dtype: torch.dtype, channels_last: bool, spec: DeviceSpec
 ) -> list[tuple[Tile, _Cost]]:
     """The menu of a layer: the few tiles that are together the fastest for sample problems, with their costs."""
-
-    def search() -> list[tuple[Tile, _Cost]]:
-        layers = [_Layer(problem, dtype, channels_last, spec) for problem in problems]
-        shapes = dict.fromkeys(itertools.chain(*(layer.shapes() for layer in layers)))
-        shapes = shapes or dict.fromkeys(itertools.chain(*(layer.shapes(whole_sectors=False) for layer in layers)))
-        tiles = [tile for tile in map(layers[0].fitting, shapes) if tile is not None]
-        costs = [layers[0].cost(tile) for tile in tiles]
-        seconds = [[*map(layer.cycles, tiles, costs)] for layer in layers]
-        return menu_of([*zip(tiles, costs, strict=True)], seconds, _MOST)
-
-    return cached(lambda: (__name__, problems, dtype, channels_last, spec), search)
+    layers = [_Layer(problem, dtype, channels_last, spec) for problem in problems]
+    shapes = dict.fromkeys(itertools.chain(*(layer.shapes() for layer in layers)))
+    shapes = shapes or dict.fromkeys(itertools.chain(*(layer.shapes(whole_sectors=False) for layer in layers)))
+    tiles = [tile for tile in map(layers[0].fitting, shapes) if tile is not None]
+    costs = [layers[0].cost(tile) for tile in tiles]
+    seconds = [[*map(layer.cycles, tiles, costs)] for layer in layers]
+    return menu_of([*zip(tiles, costs, strict=True)], seconds, _MOST)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -19,12 +19,11 @@ from gemmconv.hashing import cached_property
 from gemmconv.kernels.base import Config, Pass
 from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.direct.forward import DirectKernel, clock_of
-from gemmconv.kernels.direct.menu import menu_of, samples
+from gemmconv.kernels.direct.menu import kept, menu_of, samples
 from gemmconv.kernels.integers import power_of_two
 from gemmconv.kernels.macros import ELEMENT_TYPES, TENSOR_CORE_TYPES, Macros, geometry_macros, named_macros, table
 from gemmconv.kernels.phases import cells_of, phase_shifts, reach_of
 from gemmconv.kernels.program import MAX_GRID_Y, Launch, Params, Program, gathering, weight_steps
-from gemmconv.kernels.search_cache import cached
 
 _COST = costs_of("direct/forward_mma")
 _WARPS = 8
@@ -342,15 +341,11 @@ def tile_of(problem: Problem, itemsize: int, channels_last: bool, spec: DeviceSp
     return tile and replace(tile, problem=problem, staged=is_staged(problem, itemsize, channels_last))
 
 
-@lru_cache(maxsize=1024)
+@kept
 def _menu(problems: tuple[Problem, ...], itemsize: int, channels_last: bool, spec: DeviceSpec) -> list[Tile]:
     """The few tiles that a layer takes, by how they do at samples of its sizes, which have the same tiles."""
-
-    def search() -> list[Tile]:
-        tiles = [*tiles_of(problems[0], itemsize, channels_last, spec)]
-        return menu_of(tiles, [[tile.cycles_of(one) for tile in tiles] for one in problems], _MOST)
-
-    return cached(lambda: (__name__, problems, itemsize, channels_last, spec), search)
+    tiles = [*tiles_of(problems[0], itemsize, channels_last, spec)]
+    return menu_of(tiles, [[tile.cycles_of(one) for tile in tiles] for one in problems], _MOST)
 
 
 def is_staged(problem: Problem, itemsize: int, channels_last: bool) -> bool:

@@ -12,15 +12,15 @@ import torch
 from gemmconv.device import LEAST_SHARED_BYTES, REFERENCE, REGISTERS
 from gemmconv.geometry import Pair, Problem
 from gemmconv.hashing import cached_property
-from gemmconv.kernels.base import DEFAULT_WORKSPACE_LIMIT, Config, Pass, strides_of
+from gemmconv.kernels.base import DEFAULT_WORKSPACE_LIMIT, Config, Pass
 from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.direct.forward import DirectKernel, slowest_elsewhere
-from gemmconv.kernels.direct.menu import menu_of, samples
+from gemmconv.kernels.direct.menu import kept, menu_of, samples
 from gemmconv.kernels.direct.patch import Patch, problem_macros
 from gemmconv.kernels.integers import even_share, power_of_two, power_of_two_within
 from gemmconv.kernels.layout.transpose import gradients_transpose_seconds
 from gemmconv.kernels.macros import TENSOR_CORE_TYPES, Macros, named_macros
-from gemmconv.kernels.program import MAX_GRID_Y, Launch, Operand, Output, Params, Program, weight_steps
+from gemmconv.kernels.program import MAX_GRID_Y, Launch, Operand, Params, Program, grad_input_of, weight_steps
 from gemmconv.kernels.splits.reduce import partial_bytes, result_params, with_partials
 
 _COST = costs_of("direct/grads_mma")
@@ -166,7 +166,7 @@ def tile_of(problem: Problem, itemsize: int, multiprocessors: int = REFERENCE.mu
     return min(fitting, key=lambda tile: tile.seconds(DEFAULT_WORKSPACE_LIMIT), default=None)
 
 
-@lru_cache(maxsize=1024)
+@kept
 def _menu(problems: tuple[Problem, ...], itemsize: int, multiprocessors: int) -> list[Tile]:
     """The few tiles that a layer takes, by how they do at samples of its sizes, which have the same tiles."""
     tiles = tiles_of(problems[0], itemsize, multiprocessors)
@@ -243,14 +243,13 @@ class DirectGradsMma(DirectKernel):
         }
         grid, block = (tile.weight_blocks, slices, 1), (tile.threads, 1, 1)
         launch = Launch("direct/grads_mma.cu", macros, grid, block, params, tile.shared_bytes)
-        nchw, strides = torch.contiguous_format, strides_of(p.input_shape, config.memory_format)
+        nchw = torch.contiguous_format
         operands = (
             Operand("grad_output", nchw, int(macros["VECTOR"]) * config.dtype.itemsize),
             Operand("input", nchw),
             Operand("weight", None),
         )
-        grad_input = Output("grad_input", p.input_shape, strides, nchw)
-        return with_partials(config, slices, operands, (grad_input,), launch)
+        return with_partials(config, slices, operands, (grad_input_of(config, nchw),), launch)
 
 
 KERNEL = DirectGradsMma()

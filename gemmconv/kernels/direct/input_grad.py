@@ -11,7 +11,7 @@ import torch
 from gemmconv.device import REFERENCE
 from gemmconv.geometry import Problem
 from gemmconv.hashing import cached_property
-from gemmconv.kernels.base import Config, Pass, strides_of
+from gemmconv.kernels.base import Config, Pass
 from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.direct.forward import DirectKernel, seconds_of_parts
 from gemmconv.kernels.direct.patch import (
@@ -32,7 +32,7 @@ from gemmconv.kernels.direct.patch import (
 from gemmconv.kernels.integers import even_share, power_of_two_within, up_to_multiple
 from gemmconv.kernels.layout.transpose import transpose_seconds
 from gemmconv.kernels.macros import Macros, named_macros
-from gemmconv.kernels.program import Launch, Operand, Output, Params, Program, clearing, plane_grid, weight_steps
+from gemmconv.kernels.program import Launch, Operand, Params, Program, clearing, grad_input_of, plane_grid, weight_steps
 
 _SHARED_FOR_TWO = 32 << 10  # SHARED for two channels of 16-bit elements; one channel alone has few loads in flight
 _WEIGHTS = 12 << 10  # bytes of weights that are worth staging at once
@@ -189,10 +189,7 @@ class DirectInputGrad(DirectKernel):
         return _COST.launch_seconds + max(arithmetic, moved) + steps + transpose_seconds(config)
 
     def program(self, config: Config, direction: Pass, tile: InputGradTile) -> Program:
-        p = config.problem
-        strides = strides_of(p.input_shape, config.memory_format)
-        output = Output("grad_input", p.input_shape, strides, torch.contiguous_format)
-
+        p, output = config.problem, grad_input_of(config, torch.contiguous_format)
         if not math.prod(p.input_shape):
             operands = Operand("grad_output", None), Operand("weight", None)
             return Program(config.dtype, operands, (output,), (clearing(config, output),))

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from gemmconv.geometry import Problem
 from gemmconv.kernels.integers import up_to_multiple
+from gemmconv.kernels.search_cache import cached
 
 T = TypeVar("T")
+Search = TypeVar("Search", bound=Callable[..., Any])
 
 SHORT = 16  # inputs: each shorter length of an axis has a menu of its own
 # Batch, height and width of the problems that menus are made for.
@@ -46,6 +48,16 @@ def _samples(layer: Problem, pixels: int, beyond: int) -> tuple[Problem, ...]:
         size = height if short_h else rows, width if short_w else columns
         problems[replace(layer, batch=batch * (SHORT if short_h and short_w else 1), input_size=size)] = None
     return tuple(problems)
+
+
+def kept(search: Search) -> Search:
+    """A search for a menu whose results are kept by its arguments: in memory, and on disk by :mod:`search_cache`."""
+
+    @lru_cache(maxsize=1024)
+    def found(*arguments: Any) -> Any:
+        return cached(lambda: (search.__module__, *arguments), lambda: search(*arguments))
+
+    return found  # type: ignore[return-value]
 
 
 def menu_of(tiles: Sequence[T], seconds: Sequence[Sequence[float]], most: int) -> list[T]:

@@ -15,7 +15,7 @@ import torch
 from gemmconv.device import REFERENCE, REGISTERS
 from gemmconv.geometry import Pair, Problem
 from gemmconv.hashing import cached_property
-from gemmconv.kernels.base import Config, Pass, strides_of
+from gemmconv.kernels.base import Config, Pass
 from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.direct.forward import DirectKernel, slowest_elsewhere
 from gemmconv.kernels.direct.patch import (
@@ -36,7 +36,17 @@ from gemmconv.kernels.direct.patch import (
 from gemmconv.kernels.integers import power_of_two_within
 from gemmconv.kernels.layout.transpose import gradients_transpose_seconds, transpose_seconds
 from gemmconv.kernels.macros import Macros, named_macros
-from gemmconv.kernels.program import MAX_GRID_Y, Launch, Operand, Output, Params, Program, clearing, weight_steps
+from gemmconv.kernels.program import (
+    MAX_GRID_Y,
+    Launch,
+    Operand,
+    Params,
+    Program,
+    clearing,
+    grad_input_of,
+    grad_weight_of,
+    weight_steps,
+)
 from gemmconv.kernels.splits.reduce import partial_bytes, result_params, with_partials
 
 _COST = costs_of("direct/weight_grad")
@@ -277,7 +287,7 @@ class DirectWeightGrad(DirectKernel):
         p, both, nchw = config.problem, direction == "grads", torch.contiguous_format
         if not math.prod(p.weight_shape) or not math.prod(p.input_shape):
             operands = Operand("grad_output", nchw), Operand("input", nchw)
-            grad_weight = Output("grad_weight", p.weight_shape, strides_of(p.weight_shape, nchw))
+            grad_weight = grad_weight_of(p)
             return Program(config.dtype, operands, (grad_weight,), (clearing(config, grad_weight),))
         slices, (_, tiles_h, tiles_w) = _slices(config, tile), tile.tiles
         macros = weight_grad_macros(tile, config.dtype, both)
@@ -295,8 +305,8 @@ class DirectWeightGrad(DirectKernel):
         operands = Operand("grad_output", nchw, int(macros["VECTOR"]) * tile.itemsize), Operand("input", nchw)
         if not both:
             return with_partials(config, slices, operands, (), launch)
-        grad_input = Output("grad_input", p.input_shape, strides_of(p.input_shape, config.memory_format), nchw)
-        return with_partials(config, slices, (*operands, Operand("weight", None)), (grad_input,), launch)
+        outputs = (grad_input_of(config, nchw),)
+        return with_partials(config, slices, (*operands, Operand("weight", None)), outputs, launch)
 
 
 KERNEL = DirectWeightGrad()

@@ -582,7 +582,8 @@ def tiles_of(
     """The tiles that a problem may have: those that fit registers and shared memory."""
     if not _may_gather(problem, direction):
         return
-    for tile in (_tiles_of_tf32 if itemsize == 4 else _tiles_of_16_bits)(problem, direction, multiprocessors):
+    tiles_of_16_bits = (Tile16(problem, direction, slots, multiprocessors) for slots in (1, 2))
+    for tile in _tiles_of_tf32(problem, direction, multiprocessors) if itemsize == 4 else tiles_of_16_bits:
         if tile.input_size[1] % tile.piece:
             return
         # Products of a group must not read channels of the next one.
@@ -599,10 +600,6 @@ def _may_gather(problem: Problem, direction: Pass) -> bool:
         return False  # outputs that hold the bias alone
     shifts = [tap.shift for tap in taps_of(p, direction, 1)]
     return max(0, *shifts) - min(shifts) <= _CARRIED
-
-
-def _tiles_of_16_bits(problem: Problem, direction: Pass, multiprocessors: int) -> Iterator[Tile16]:
-    return (Tile16(problem, direction, slots, multiprocessors) for slots in (1, 2))
 
 
 def _tiles_of_tf32(problem: Problem, direction: Pass, multiprocessors: int) -> Iterator[TileTf32]:

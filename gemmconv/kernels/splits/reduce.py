@@ -13,10 +13,10 @@ import torch
 
 from gemmconv.device import REFERENCE
 from gemmconv.geometry import Problem
-from gemmconv.kernels.base import Config, accumulator_dtype, strides_of
+from gemmconv.kernels.base import Config, accumulator_dtype
 from gemmconv.kernels.integers import power_of_two_within
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros
-from gemmconv.kernels.program import Launch, Long, Operand, Output, Params, Program, Step, reciprocal
+from gemmconv.kernels.program import Launch, Long, Operand, Output, Params, Program, Step, grad_weight_of, reciprocal
 
 _SOURCE, _THREADS = "splits/reduce.cu", 256
 # Limits of a block: most sums of one slice, and of several; most bytes of shared memory for them; least columns. The
@@ -77,7 +77,7 @@ def with_partials(
     config: Config, slices: int, operands: tuple[Operand, ...], outputs: tuple[Output, ...], main: Launch
 ) -> Program:
     """A program whose last output is the weight gradient: ``main`` writes it, or ``partials`` that are added up."""
-    outputs = (*outputs, _grad_weight(config.problem))
+    outputs = (*outputs, grad_weight_of(config.problem))
     if slices == 1:
         return Program(config.dtype, operands, outputs, (main,))
     steps, scratch = (main, sum_partials(config, slices)), {"partials": partial_bytes(config, slices)}
@@ -144,7 +144,7 @@ def wgrad_program(
     add_up = replace(_launch(macros, shape, slices, "partials", "grad_weight"), overlaps=True)
     operands = Operand("grad_output", memory_format, 16), Operand("input", memory_format, 16, columns)
     scratch = {"partials": wgrad_partial_bytes(p, config.dtype.itemsize, slices, most_slices)}
-    return Program(config.dtype, operands, (_grad_weight(p),), (main, add_up), scratch)
+    return Program(config.dtype, operands, (grad_weight_of(p),), (main, add_up), scratch)
 
 
 def _launch(macros: Macros, shape: tuple[int, int, int], slices: int, partials: str, target: str) -> Launch:
@@ -159,10 +159,6 @@ def _launch(macros: Macros, shape: tuple[int, int, int], slices: int, partials: 
         "slices, rows, runs": (slices, rows, runs),
     }
     return Launch(_SOURCE, macros, (groups * rows * runs, 1, 1), (_THREADS, 1, 1), params)
-
-
-def _grad_weight(problem: Problem) -> Output:
-    return Output("grad_weight", problem.weight_shape, strides_of(problem.weight_shape, torch.contiguous_format))
 
 
 def _piece(dtype: torch.dtype, *counts: int) -> int:
