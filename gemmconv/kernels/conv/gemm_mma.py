@@ -17,7 +17,7 @@ from gemmconv.device import REGISTERS, DeviceSpec
 from gemmconv.hashing import cached_property
 from gemmconv.kernels.base import Config, Kernel, Pass
 from gemmconv.kernels.costs import costs_of
-from gemmconv.kernels.integers import INT32_MAX, even_share, power_of_two
+from gemmconv.kernels.integers import INT32_MAX, even_share, power_of_two, up_to_multiple
 from gemmconv.kernels.macros import ELEMENT_TYPES, TENSOR_CORE_TYPES, Macros, index_macros, named_macros
 from gemmconv.kernels.phases import axis_taps
 from gemmconv.kernels.program import Extent3, Launch, Params, Program, gathering
@@ -149,7 +149,7 @@ class Work:
         first[2] = first[2] // wide * wide
         axes = zip(self.tile.cells, self.step, first, map(max, shifts), strict=True)
         pixels = [(cells - 1) * step + last - least + 1 for cells, step, least, last in axes]
-        pixels[2] = -(-pixels[2] // wide) * wide
+        pixels[2] = up_to_multiple(pixels[2], wide)
         return _extents(first), _extents(pixels)
 
     @property
@@ -178,7 +178,7 @@ class Work:
         channels = self.tile.warps[1] // self.tile.phases * min(self.tile.tiles[1], 16 // self.stored_bytes) * 8
         lines, line = (outputs, channels) if self.channels_last else (channels, outputs)
         places = max(pixels, outputs) * (8 if self.config.problem.image_elements > INT32_MAX else 4)
-        return -(-places // 16) * 16 + max(_STAGES * pixels * self.pitch, lines * (line * self.stored_bytes + 16))
+        return up_to_multiple(places, 16) + max(_STAGES * pixels * self.pitch, lines * (line * self.stored_bytes + 16))
 
     @cached_property
     def packed_bytes(self) -> int:

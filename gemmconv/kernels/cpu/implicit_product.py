@@ -23,7 +23,7 @@ from gemmconv.kernels.cpu.base import CpuKernel, dense
 from gemmconv.kernels.cpu.correlation import Axis, Table, table_of
 from gemmconv.kernels.cpu.direct import prepare as prepare_directly
 from gemmconv.kernels.cpu.library import KINDS, Conv, WeightGrad, address, checksum, integers, kernels_for
-from gemmconv.kernels.integers import up_to_multiple
+from gemmconv.kernels.integers import even_share, up_to_multiple
 
 _BAND_BYTES, _LARGE_BAND_BYTES = 256 << 10, 1 << 20  # bytes of staged planes; the latter for many weights
 _MANY_WEIGHTS = 300_000  # weights of a group from which each band reads them from memory again
@@ -89,7 +89,7 @@ class _Correlation:
         axes, entries, (low, high) = table.axes, table.entries, table.shift_range
         sizes = [(p.gemm_k, p.input_shape), (p.group_out_channels, p.output_shape)]
         (channels, source_shape), (targets, target_shape) = reversed(sizes) if is_gradient else sizes
-        block = -(-targets // -(-targets // kernels.rows))
+        block = even_share(targets, kernels.rows)
         blocks, planes = -(-targets // block), math.prod(axis.source_step for axis in axes)
         products, pairs = (1, (axes[0].target_step, axes[1].target_step)) if together else (axes[2].target_step, (1, 1))
         jobs, rows = len(table.products) // products, block * (table.classes if together else 1)
@@ -102,7 +102,7 @@ class _Correlation:
         strip = max(1, min(-(-band // tile), _STRIP // tile, fitting)) * tile
         at_once = max(1, min(blocks, _SUMS_BYTES // itemsize // (rows * products * strip)))
         plane = _odd_lines(band + high - low + tile, itemsize)
-        packed_values = blocks * -(-rows // kernels.rows) * kernels.rows * channels * len(entries)
+        packed_values = blocks * up_to_multiple(rows, kernels.rows) * channels * len(entries)
         values = channels * planes * plane + at_once * products * rows * (strip + tile)
         values += strip * axes[2].target_step if KINDS[config.dtype] else 0
         self.packed_bytes = packed_values * p.groups * itemsize
@@ -154,7 +154,7 @@ def _cut(
     for bands in {min(max(1, total // _LEAST_BAND), fewest * factor) for factor in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)}:
         band = -(-total // bands)
         for splits in {min(units, one) for one in (1, 2, 3, 4, 6, 8, 16, 32)}:
-            computed = (-(-band // tile) * tile / rate + _WEIGHT_SECONDS) * terms / splits
+            computed = (up_to_multiple(band, tile) / rate + _WEIGHT_SECONDS) * terms / splits
             item = (band + span) * planes * _STAGED_SECONDS + computed + _ITEM_SECONDS
             best = min(best, (-(-bands * groups * splits // threads) * item, bands, splits))
     band = -(-total // best[1])
@@ -283,7 +283,7 @@ class _Gradient:
         grad_block = min(of_output, max(kernels.dot_columns, _GRADIENT_CHANNELS // planes))
         total, lanes = max(1, p.batch * table.cells), kernels.lanes
         room = _BAND_BYTES // itemsize // (input_block + grad_block * planes) - (high - low)
-        band = -(-max(min(total, room), min(total, 8 * lanes), min(total, (high - low) // 2)) // lanes) * lanes
+        band = up_to_multiple(min(total, max(room, 8 * lanes, (high - low) // 2)), lanes)
         bands = -(-total // band)
         blocks = p.groups * -(-of_input // input_block) * -(-of_output // grad_block)
         sum_bytes = math.prod(p.weight_shape) * itemsize

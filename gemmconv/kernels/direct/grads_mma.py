@@ -17,7 +17,7 @@ from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.direct.forward import DirectKernel, slowest_elsewhere
 from gemmconv.kernels.direct.menu import kept, menu_of, samples
 from gemmconv.kernels.direct.patch import Patch, problem_macros
-from gemmconv.kernels.integers import even_share, power_of_two, power_of_two_within
+from gemmconv.kernels.integers import even_share, power_of_two, power_of_two_within, up_to_multiple
 from gemmconv.kernels.layout.transpose import gradients_transpose_seconds
 from gemmconv.kernels.macros import TENSOR_CORE_TYPES, Macros, named_macros
 from gemmconv.kernels.program import MAX_GRID_Y, Launch, Operand, Params, Program, grad_input_of, weight_steps
@@ -64,7 +64,7 @@ class Tile:
     @property
     def planes(self) -> int:
         """Planes of grad_output in shared memory."""
-        return -(-self.problem.group_out_channels // 8) * 8
+        return up_to_multiple(self.problem.group_out_channels, 8)
 
     @cached_property
     def patch(self) -> Patch:

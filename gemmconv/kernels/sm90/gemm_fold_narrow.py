@@ -510,7 +510,7 @@ class GemmFoldNarrow(Sm90Kernel):
             **weight_steps(p),
             **(whole_rows if tile.whole else {}),
         }
-        grid, block = (-(-tile.items // -(-tile.items // blocks_at_once(tile))), 1, 1), (tile.threads, 1, 1)
+        grid, block = (even_share(tile.items, blocks_at_once(tile)), 1, 1), (tile.threads, 1, 1)
         macros = macros_of(tile, config.dtype)
         launch = Launch("sm90/gemm_fold_narrow.cu", macros, grid, block, params, tile.shared_bytes)
         return gathering(config, "forward", [launch], weight=Operand("weight", None, 16))

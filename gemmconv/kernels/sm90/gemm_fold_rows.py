@@ -415,7 +415,7 @@ def _line_pitch(first: int, run: int, word: int, stored: int) -> int:
         banks = [(lane // 4 * pitch + lane % 4 * run) // 2 % 32 for lane in range(together)]
         return max(map(banks.count, banks))
 
-    return min(range(-(-first // multiple) * multiple, first + 65, multiple), key=conflicts)
+    return min(range(up_to_multiple(first, multiple), first + 65, multiple), key=conflicts)
 
 
 def word_of(span: int) -> int:

@@ -19,7 +19,7 @@ from gemmconv.geometry import Pair, Problem
 from gemmconv.hashing import cached_property, changed
 from gemmconv.kernels.base import Config, Pass
 from gemmconv.kernels.costs import costs_of, overlapped
-from gemmconv.kernels.integers import INT32_MAX
+from gemmconv.kernels.integers import INT32_MAX, even_share, up_to_multiple
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros, named_macros
 from gemmconv.kernels.phases import can_be_folded, cells_of
 from gemmconv.kernels.program import Params, Program, TensorMapSpec, reciprocal
@@ -129,7 +129,7 @@ class Tile:
 
     @property
     def stage_bytes(self) -> int:
-        return (self.lines if self.packed else -(-self.lines // _BOX_LINES) * _BOX_LINES) * _LINE_BYTES
+        return (self.lines if self.packed else up_to_multiple(self.lines, _BOX_LINES)) * _LINE_BYTES
 
     @property
     def line_blocks(self) -> int:
@@ -250,7 +250,7 @@ def _lines_of(problem: Problem, itemsize: int, row_blocks: int) -> list[int]:
     for lines in range(_MOST_SUMS // row_blocks, 0, -_LEAST_LINES):
         blocks = -(-channels // lines)
         if itemsize == 2 or channels % lines == 0:
-            found[blocks] = -(-channels // blocks // _LEAST_LINES) * _LEAST_LINES  # the least of as many blocks
+            found[blocks] = up_to_multiple(-(-channels // blocks), _LEAST_LINES)  # the least of as many blocks
     least, times = min(found, default=0), (1, 2, 4, 8) if row_blocks == 1 else (1,)
     counts = {max(count for count in found if count <= least * more) for more in times if found}
     return [found[count] for count in sorted(counts)]
@@ -263,7 +263,7 @@ def _shapes_of(problem: Problem, itemsize: int, row_blocks: int, multiprocessors
     if itemsize == 2:
         yield from _cuts_of(changed(dense, group=_GROUP_ROWS))
         width = cells_of(problem)[1]
-        if -(-width // -(-width // _GROUP_ROWS)) == _GROUP_ROWS:
+        if even_share(width, _GROUP_ROWS) == _GROUP_ROWS:
             yield from _cuts_of(changed(dense, group=_GROUP_ROWS + dense.halo[1]))
 
 
@@ -272,16 +272,11 @@ def _cuts_of(tile: Tile) -> Iterator[Tile]:
     p, (height, width), rows = tile.problem, cells_of(tile.problem), tile.rows
     if tile.group > _GROUP_ROWS:
         images = rows // (height * _GROUP_ROWS) if height % _GROUP_ROWS == 0 else 1
-        yield changed(tile, images=_even_images(p.batch, images), strips=-(-width // _GROUP_ROWS))
+        yield changed(tile, images=even_share(p.batch, max(1, images)), strips=-(-width // _GROUP_ROWS))
     elif not tile.group and height * width <= rows:
-        yield changed(tile, images=_even_images(p.batch, rows // (height * width)), strips=1)
+        yield changed(tile, images=even_share(p.batch, rows // (height * width)), strips=1)
     else:
         yield from (changed(tile, images=1, strips=strips) for strips in _best_strips(tile))
-
-
-def _even_images(batch: int, most: int) -> int:
-    """Images of an item, at most so many: the fewest of as many items."""
-    return -(-batch // -(-batch // max(1, min(batch, most))))
 
 
 def _best_strips(tile: Tile) -> list[int]:
@@ -308,7 +303,7 @@ def _patch_rows(height: int, across: int, rows: int) -> int:
 
 
 def _slot_bytes(positions: int) -> int:
-    return -(-positions * _LINE_BYTES // _SWIZZLED_BYTES) * _SWIZZLED_BYTES
+    return up_to_multiple(positions * _LINE_BYTES, _SWIZZLED_BYTES)
 
 
 def _halo(taps: int, stride: int, dilation: int) -> int:

@@ -16,6 +16,7 @@ from gemmconv.device import REFERENCE
 from gemmconv.geometry import Pair, Problem
 from gemmconv.hashing import cached_property, changed
 from gemmconv.kernels.base import Pass
+from gemmconv.kernels.integers import even_share, up_to_multiple
 from gemmconv.kernels.pass_geometry import Gathering
 from gemmconv.kernels.phases import axis_taps
 from gemmconv.kernels.sm90.implicit_gemm_cost import (
@@ -277,7 +278,7 @@ class Plan(Gathering):
             return self.cells[1]
         cells = -(-self.cells[1] // self.strips)
         multiple = 2 if self.way == "lines" or cells <= _NARROW else 4
-        return -(-cells // multiple) * multiple
+        return up_to_multiple(cells, multiple)
 
     @property
     def planes_conflict(self) -> bool:
@@ -296,7 +297,7 @@ class Plan(Gathering):
         if self.way == "lines":
             return least
         multiple = 2 if least == self.input_size[1] else max(2, self._neighbours)
-        return -(-least // multiple) * multiple
+        return up_to_multiple(least, multiple)
 
     @cached_property
     def strip_rows(self) -> int:
@@ -307,7 +308,7 @@ class Plan(Gathering):
         if not self._rows_may_land:
             return rows
         multiple = self.tile // math.gcd(self.tile, self.pitch)  # patches have parts of one strip alone
-        whole = -(-rows // multiple) * multiple
+        whole = up_to_multiple(rows, multiple)
         return whole if whole <= rows * _MOST_ROWS else rows
 
     def _cost_of_rows(self, rows: int) -> float:
@@ -370,8 +371,7 @@ class Plan(Gathering):
     @cached_property
     def patch(self) -> int:
         """Positions of a tile's inputs, of each plane."""
-        positions = self.tile + self.places[1] - self.first
-        return -(-positions // self._neighbours) * self._neighbours
+        return up_to_multiple(self.tile + self.places[1] - self.first, self._neighbours)
 
     @cached_property
     def unit_pitch(self) -> int:
@@ -524,7 +524,7 @@ class Plan(Gathering):
     def _landed_width(self) -> int:
         """Columns of a box of rows that lands: whole pieces, the first of which a strip may begin within."""
         skew = 0 if self.strips == 1 else self.element_units - max(2, self.wide)
-        return -(-(self.pitch + skew) // self.element_units) * self.element_units
+        return up_to_multiple(self.pitch + skew, self.element_units)
 
     @property
     def _rows_may_land(self) -> bool:
@@ -624,7 +624,7 @@ class Plan(Gathering):
         # As many as fit registers with their addresses; 8 registers fewer are left for all else, and none spills.
         registers, others = self._load_registers
         most = min(self.loaded_words // self._unit_words, (registers - others + 8) // (self._unit_words + 1))
-        needed = -(-self.loads // -(-self.loads // most))
+        needed = even_share(self.loads, most)
         return most if 2 * needed > most else -(-most // 2)
 
     @property
@@ -850,7 +850,7 @@ def _line_box(
 @lru_cache(maxsize=1024)
 def _phases(span: Pair, slots: int) -> tuple[tuple[Pair | None, ...], ...]:
     height, width = span
-    across = -(-width // slots) * slots  # slots do not go on in the next row
+    across = up_to_multiple(width, slots)  # slots do not go on in the next row
     return tuple(
         tuple((row, column) if column < width else None for column in range(first, first + slots))
         for row in range(height)

@@ -348,7 +348,7 @@ def _rows_read(rows: int, taps: int, stride: int, dilation: int) -> list[int]:
 
 def input_width(problem: Problem, itemsize: int) -> int:
     """Pixels of a row of the input, in whole 16 bytes."""
-    return -(-problem.input_size[1] * itemsize // 16) * 16 // itemsize
+    return up_to_multiple(problem.input_size[1] * itemsize, 16) // itemsize
 
 
 def tiles_of(
@@ -370,7 +370,7 @@ def _blocks_of(problem: Problem, itemsize: int, split: bool, multiprocessors: in
     """The parts of the weights that blocks may have, as tiles of one line."""
     kernel_h, kernel_w = problem.kernel_size
     line = 128 // itemsize
-    channels = -(-problem.gemm_k // 16) * 16
+    channels = up_to_multiple(problem.gemm_k, 16)
     widths = [n for n in (16, 32, 48, 64, 96, 128, 160, 192, 224, 256) if n < channels + 32 and n >= min(32, channels)]
     sides = [s for s in itertools.product((1, 2), (1, 2, 3), (1, 2)) if math.prod(s) <= 3]
     planes = _planes(problem, itemsize)
