@@ -1,4 +1,4 @@
-"""Shared by Hopper's kernels: the types they are for, and the rates that their estimates count in."""
+"""What Hopper's kernels share: their base classes, the rates that estimates count in, tensor maps, forward programs."""
 
 from __future__ import annotations
 

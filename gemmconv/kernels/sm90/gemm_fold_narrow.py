@@ -67,15 +67,19 @@ class Tile:
     """The work of a block of csrc/sm90/gemm_fold_narrow.cu; see its header.
 
     Attributes:
+        problem: the geometry.
+        itemsize: bytes of an element.
+        split: whether float32 is three products of TF32.
+        channels_last: format of input and output.
         rows: input rows of a step.
-        columns: positions across; the most that it can have, of whole rows.
+        columns: positions across of a step; if these are whole rows, the most that the kernel has room for.
         whole: whether positions are whole rows of the input: what lies beside them is zero in any case.
-        warpgroups: that share the positions of a step.
-        folders, loaders: threads that fold, and that copy.
-        copied: bytes that are copied together; 0 where boxes of a tensor map are.
-        stages: of inputs.
-        segments: parts of an image's cell rows.
-        multiprocessors: of the GPU.
+        warpgroups: warpgroups that multiply, and share the positions of a step.
+        folders, loaders: threads that fold columns, and threads that copy inputs.
+        copied: bytes that are copied together; 0 where inputs come as boxes of a tensor map.
+        stages: buffers of the inputs of a step.
+        segments: parts that the cell rows of an image are cut into.
+        multiprocessors: multiprocessors of the GPU.
     """
 
     problem: Problem
@@ -106,7 +110,7 @@ class Tile:
 
     @cached_property
     def whole_lines(self) -> int:
-        """Up to what the tensor core takes."""
+        """:attr:`lines`, up to a multiple that the tensor core takes."""
         return up_to_multiple(self.lines, 16)
 
     @property
@@ -210,7 +214,7 @@ class Tile:
 
     @property
     def padded(self) -> int:
-        """Channels, up to whole steps."""
+        """Input channels, up to whole steps of 32 bytes."""
         return self.steps * 32 // self.itemsize
 
     @property

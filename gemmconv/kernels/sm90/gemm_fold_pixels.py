@@ -99,7 +99,7 @@ class Tile(PositionRows):
 
     @cached_property
     def windows(self) -> tuple[int, int, int]:
-        """Windows of an image, positions from one to the next, and positions of each before that of its first cell."""
+        """Windows of an image, positions from one to the next, and positions of one before that of its first cell."""
         p = self.problem
         if self.window == p.in_pixels:
             return 1, 0, 0

@@ -50,13 +50,13 @@ class Tile:
 
     Attributes:
         problem: the geometry.
-        itemsize: bytes of an element; of four, float32 as TF32.
-        row_blocks: of 128 rows of the product.
+        itemsize: bytes of an element: 2, or 4 for float32 that is rounded to TF32.
+        row_blocks: blocks of 128 rows of the product in an item.
         lines: output channels of an item.
-        images: of an item, which has all of their cells where it has several.
-        strips: that an image's columns of cells are cut into.
+        images: images of an item; where there are several, it has all of their cells.
+        strips: strips that an image's columns of cells are cut into.
         group: lines of a patch from a group of eight rows to the next, 0 where rows are lines from anywhere.
-        multiprocessors: of the GPU, on each of which a block runs.
+        multiprocessors: multiprocessors of the GPU, each of which runs one block.
     """
 
     problem: Problem

@@ -51,7 +51,8 @@ class PositionRows:
         item_positions: positions of an item.
         item_images: images of an item that has whole ones; 0 where items go on across images.
         cells_of_image: cells of an image, down and across, where a kernel folds them.
-        windows: windows of an image, positions from one to the next, and those of each before that of its first cell.
+        windows: how many windows an image has, positions from one to the next, and positions of a window before that of
+            its first cell.
         own_bytes: bytes of shared memory that the epilogue needs, beside slots, stages, biases and barriers.
         registers: registers of a consumer thread and of a producer thread, which leaves it some: the kernel starts with
             168 for each of its 384 threads.

@@ -1,6 +1,7 @@
 """Weight gradients on Hopper's tensor cores, without columns: host side of csrc/sm90/wgrad_nchw.cu.
 
-The kernel reads NCHW. In channels_last, both tensors are turned before (see transpose.py)."""
+The kernel reads NCHW. In channels_last, both tensors are transposed before (see transpose.py).
+"""
 
 from __future__ import annotations
 
@@ -50,16 +51,17 @@ class Tile:
         problem: the geometry.
         itemsize: bytes of an element.
         split: whether float32 is three products of TF32.
-        pixels: of a line, in 64 or 128 bytes.
-        lines: of each channel.
-        tile_w: pixels of a line in a row.
-        segment: of them that read one piece of a row of grad_output.
-        vector: words of it that a thread loads together.
-        ci_tile: input channels.
-        sides_co, sides_h, sides_w: warpgroups with output channels, or rows or columns of taps, of their own.
+        pixels: pixels of a line, which has 64 or 128 bytes.
+        lines: lines of each input channel in a tile.
+        tile_w: pixels of a line that lie in one row of the input.
+        segment: pixels of a row that read one piece of a row of grad_output.
+        vector: words of grad_output that a thread loads together.
+        ci_tile: input channels of a block.
+        sides_co, sides_h, sides_w: warpgroups with output channels, rows of taps, or columns of taps of their own.
         taps: rows and columns of taps of a warpgroup.
-        planes: of grad_output, that are one long row together; 0, which is compiled, where rows are whole 16 bytes.
-        multiprocessors: of the GPU, on each of which a block runs.
+        planes: planes of grad_output that are one long row together; 0 where rows are whole 16 bytes, for which another
+            kernel is compiled.
+        multiprocessors: multiprocessors of the GPU, each of which runs one block.
     """
 
     problem: Problem
@@ -260,7 +262,7 @@ class Tile:
 
     @property
     def box_channels(self) -> Pair:
-        """Input and output channels that come."""
+        """Input and output channels of a box: no more than a group has."""
         ci, co = self.channels
         return min(ci, self.ci_tile), min(co, self.block_co)
 

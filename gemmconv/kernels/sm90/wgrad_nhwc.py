@@ -1,6 +1,7 @@
 """Weight gradients of 16 bits on Hopper's tensor cores, without columns: host side of csrc/sm90/wgrad_nhwc.cu.
 
-The kernel reads channels_last. In NCHW, both tensors are turned before (see transpose.py)."""
+The kernel reads channels_last. In NCHW, both tensors are transposed before (see transpose.py).
+"""
 
 from __future__ import annotations
 
@@ -51,12 +52,12 @@ class Taps:
     """The taps of a block along an axis.
 
     Attributes:
-        kernel: all taps.
-        step: between taps that may share a box.
-        shift: lines from one to the next of them.
-        taps: of a block.
-        boxes: that they are in.
-        sides: warpgroups that have some of them each.
+        kernel: taps of the kernel along the axis.
+        step: taps from one to the next that may share a box.
+        shift: lines of a box from one such tap to the next.
+        taps: taps of a block.
+        boxes: boxes that hold what these taps read.
+        sides: warpgroups that the taps are shared among.
     """
 
     kernel: int
@@ -98,13 +99,13 @@ class Tile:
 
     Attributes:
         problem: the geometry.
-        size: images, rows and columns of pixels.
-        pair_rows: whether a step has eight pixels of two rows each, or sixteen.
-        sides: warpgroups with input channels, or output channels, of their own.
-        atoms: lines of output channels of a warpgroup.
-        taps_h, taps_w: taps.
-        merged: taps that are columns of one product.
-        multiprocessors: of the GPU, on each of which a block runs.
+        size: images, rows and columns of pixels of a tile.
+        pair_rows: whether a step has eight pixels of each of two rows, not sixteen of one.
+        sides: warpgroups with input channels of their own, and with output channels of their own.
+        atoms: lines of 64 output channels of a warpgroup.
+        taps_h, taps_w: taps of a block down and across.
+        merged: taps of a row that are columns of one product.
+        multiprocessors: multiprocessors of the GPU, each of which runs one block.
     """
 
     problem: Problem
