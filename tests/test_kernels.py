@@ -1506,7 +1506,7 @@ EDITS = {
     "sm90/gemm_fold_pixels.cu": {
         "image_rows_columns_read_too_early":
             (IMAGE_ROWS, r"named_barrier_sync<1, kConsumers>\(\);(\s*const int out)", r"\1"),
-        "image_rows_columns_of_one_pass": (IMAGE_ROWS, r"pass % 2 \* kPassFloats", "0"),
+        "image_rows_columns_of_one_pass": (IMAGE_ROWS, r"fold % 2 \* kFoldFloats", "0"),
     },
     "pipeline/pixels_on_m.cuh": {
         "image_rows_window_without_its_left": (IMAGE_ROW_WINDOWS, r" - p\.left :", " :"),
