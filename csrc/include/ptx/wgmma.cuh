@@ -79,9 +79,6 @@ template <int PENDING> __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" : : "n"(PENDING) : "memory");
 }
 
-/* Wait until all products are complete, those of d among them, which may be read from here on. */
-template <int COUNT> __device__ __forceinline__ void wgmma_finish(float (&d)[COUNT]);
-
 /* Begin D = A B, plus D where `accumulate` is not 0. T is half_t, bfloat16_t or float. */
 template <typename T, int N, bool SWIZZLED = false>
 __device__ __forceinline__ void wgmma(float (&d)[N / 2], descriptor_t a, descriptor_t b, int accumulate);
@@ -103,12 +100,6 @@ __device__ __forceinline__ void wgmma_rows(float (&d)[N / 2], const unsigned (&a
 template <typename T, int N, bool SWIZZLED = false>
 __device__ __forceinline__ void wgmma_rows(
     float (&d)[N / 2], const unsigned (&a)[4][4], const descriptor_t (&b)[4], int accumulate);
-
-/* d is zero from here on: were it set where products run already, of other sums, each of those would be waited for. */
-template <int COUNT> __device__ __forceinline__ void wgmma_clear(float (&d)[COUNT]);
-
-/* wgmma_finish for wgmma_turned and wgmma_rows. */
-template <int COUNT> __device__ __forceinline__ void wgmma_finish_rows(float (&d)[COUNT]);
 
 /* The registers that a thread of the warpgroup may have from here on: more, once others gave some up, or fewer. */
 template <int REGISTERS> __device__ __forceinline__ void setmaxnreg_inc() {
@@ -154,99 +145,82 @@ template <int REGISTERS> __device__ __forceinline__ void setmaxnreg_dec() {
 #define SUMS_224 SUMS_208, SUMS_8(104)
 #define SUMS_240 SUMS_224, SUMS_8(112)
 #define SUMS_256 SUMS_240, SUMS_8(120)
-#define NUMBERS_8 8, 9, 10, 11, 12, 13, 14, 15
-#define NUMBERS_16 16, 17, 18, 19, 20, 21, 22, 23
-#define NUMBERS_24 24, 25, 26, 27, 28, 29, 30, 31
-#define NUMBERS_32 32, 33, 34, 35, 36, 37, 38, 39
-#define NUMBERS_40 40, 41, 42, 43, 44, 45, 46, 47
-#define NUMBERS_48 48, 49, 50, 51, 52, 53, 54, 55
-#define NUMBERS_56 56, 57, 58, 59, 60, 61, 62, 63
-#define NUMBERS_64 64, 65, 66, 67, 68, 69, 70, 71
-#define NUMBERS_72 72, 73, 74, 75, 76, 77, 78, 79
-#define NUMBERS_80 80, 81, 82, 83, 84, 85, 86, 87
-#define NUMBERS_88 88, 89, 90, 91, 92, 93, 94, 95
-#define NUMBERS_96 96, 97, 98, 99, 100, 101, 102, 103
-#define NUMBERS_104 104, 105, 106, 107, 108, 109, 110, 111
-#define NUMBERS_112 112, 113, 114, 115, 116, 117, 118, 119
-#define NUMBERS_120 120, 121, 122, 123, 124, 125, 126, 127
-#define NUMBERS_128 128, 129, 130, 131, 132, 133, 134, 135
-#define NUMBERS_136 136, 137, 138, 139, 140, 141, 142, 143
-#define NUMBERS_144 144, 145, 146, 147, 148, 149, 150, 151
-#define AFTER_16 NUMBERS_8, NUMBERS_16, NUMBERS_24
-#define AFTER_32 NUMBERS_16, NUMBERS_24, NUMBERS_32
-#define AFTER_48 NUMBERS_24, NUMBERS_32, NUMBERS_40
-#define AFTER_64 NUMBERS_32, NUMBERS_40, NUMBERS_48
-#define AFTER_80 NUMBERS_40, NUMBERS_48, NUMBERS_56
-#define AFTER_96 NUMBERS_48, NUMBERS_56, NUMBERS_64
-#define AFTER_112 NUMBERS_56, NUMBERS_64, NUMBERS_72
-#define AFTER_128 NUMBERS_64, NUMBERS_72, NUMBERS_80
-#define AFTER_144 NUMBERS_72, NUMBERS_80, NUMBERS_88
-#define AFTER_160 NUMBERS_80, NUMBERS_88, NUMBERS_96
-#define AFTER_176 NUMBERS_88, NUMBERS_96, NUMBERS_104
-#define AFTER_192 NUMBERS_96, NUMBERS_104, NUMBERS_112
-#define AFTER_208 NUMBERS_104, NUMBERS_112, NUMBERS_120
-#define AFTER_224 NUMBERS_112, NUMBERS_120, NUMBERS_128
-#define AFTER_240 NUMBERS_120, NUMBERS_128, NUMBERS_136
-#define AFTER_256 NUMBERS_128, NUMBERS_136, NUMBERS_144
+#define AFTER_16 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28
+#define AFTER_32 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31, 32, 33, 34, 35, 36
+#define AFTER_48 24, 25, 26, 27, 28, 29, 30, 31, 32, 33, 34, 35, 36, 37, 38, 39, 40, 41, 42, 43, 44
+#define AFTER_64 32, 33, 34, 35, 36, 37, 38, 39, 40, 41, 42, 43, 44, 45, 46, 47, 48, 49, 50, 51, 52
+#define AFTER_80 40, 41, 42, 43, 44, 45, 46, 47, 48, 49, 50, 51, 52, 53, 54, 55, 56, 57, 58, 59, 60
+#define AFTER_96 48, 49, 50, 51, 52, 53, 54, 55, 56, 57, 58, 59, 60, 61, 62, 63, 64, 65, 66, 67, 68
+#define AFTER_112 56, 57, 58, 59, 60, 61, 62, 63, 64, 65, 66, 67, 68, 69, 70, 71, 72, 73, 74, 75, 76
+#define AFTER_128 64, 65, 66, 67, 68, 69, 70, 71, 72, 73, 74, 75, 76, 77, 78, 79, 80, 81, 82, 83, 84
+#define AFTER_144 72, 73, 74, 75, 76, 77, 78, 79, 80, 81, 82, 83, 84, 85, 86, 87, 88, 89, 90, 91, 92
+#define AFTER_160 80, 81, 82, 83, 84, 85, 86, 87, 88, 89, 90, 91, 92, 93, 94, 95, 96, 97, 98, 99, 100
+#define AFTER_176 88, 89, 90, 91, 92, 93, 94, 95, 96, 97, 98, 99, 100, 101, 102, 103, 104, 105, 106, 107, 108
+#define AFTER_192 96, 97, 98, 99, 100, 101, 102, 103, 104, 105, 106, 107, 108, 109, 110, 111, 112, 113, 114, 115, 116
+#define AFTER_208 104, 105, 106, 107, 108, 109, 110, 111, 112, 113, 114, 115, 116, 117, 118, 119, 120, 121, 122, 123, 124
+#define AFTER_224 112, 113, 114, 115, 116, 117, 118, 119, 120, 121, 122, 123, 124, 125, 126, 127, 128, 129, 130, 131, 132
+#define AFTER_240 120, 121, 122, 123, 124, 125, 126, 127, 128, 129, 130, 131, 132, 133, 134, 135, 136, 137, 138, 139, 140
+#define AFTER_256 128, 129, 130, 131, 132, 133, 134, 135, 136, 137, 138, 139, 140, 141, 142, 143, 144, 145, 146, 147, 148
 
 #define WGMMA_TEXT(N, KIND, LAST, A, B, SUM) \
     "wgmma.mma_async.sync.aligned.m64n" #N KIND " {" TEXT_##N "}, " A ", %" #B ", " SUM ", 1, 1" LAST ";\n"
 #define WGMMA_BEGIN(ACCUMULATE) \
     "{\n.reg .pred sum, all;\nsetp.ne.b32 sum, %" #ACCUMULATE ", 0;\nsetp.eq.b32 all, 0, 0;\n"
-#define WORD(I) "%" #I
-#define WORDS(I, J, K, L) "{%" #I ", %" #J ", %" #K ", %" #L "}"
-#define WORDS_OF(a) "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])
+#define A_WORD(I) "%" #I
+#define A_WORDS(I, J, K, L) "{%" #I ", %" #J ", %" #K ", %" #L "}"
+#define A_WORDS_OF(a) "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])
 // I0 to I20: numbers of the operands after those of d. BOTH, LAST: how A and B, or B alone, lie, of 16 bits; 0 says K-major.
-#define WGMMA_OF(T, N, SWIZZLED, KIND, BOTH, LAST, I0, I1, I2, I3, I4, I5, I6, I7, I8, I9, I10, I11, I12, I13, I14, I15, I16, \
-                 I17, I18, I19, I20, ...)                                                                                     \
-    template <>                                                                                                               \
-    __device__ __forceinline__ void wgmma<T, N, SWIZZLED>(                                                                    \
-        float (&d)[N / 2], descriptor_t a, descriptor_t b, int sum) {                                                         \
-        asm volatile(WGMMA_BEGIN(I2) WGMMA_TEXT(N, KIND, BOTH, WORD(I0), I1, "sum") "}"                                       \
-                     : SUMS_##N : "l"(a), "l"(b), "r"(sum));                                                                  \
-    }                                                                                                                         \
-    template <>                                                                                                               \
-    __device__ __forceinline__ void wgmma<T, N, SWIZZLED, 1>(                                                                 \
-        float (&d)[N / 2], const descriptor_t (&a)[1], const descriptor_t (&b)[1], int sum) {                                 \
-        wgmma<T, N, SWIZZLED>(d, a[0], b[0], sum);                                                                            \
-    }                                                                                                                         \
-    template <>                                                                                                               \
-    __device__ __forceinline__ void wgmma<T, N, SWIZZLED, 2>(                                                                 \
-        float (&d)[N / 2], const descriptor_t (&a)[2], const descriptor_t (&b)[2], int sum) {                                 \
-        asm volatile(WGMMA_BEGIN(I4) WGMMA_TEXT(N, KIND, BOTH, WORD(I0), I2, "sum")                                           \
-                     WGMMA_TEXT(N, KIND, BOTH, WORD(I1), I3, "all") "}"                                                       \
-                     : SUMS_##N : "l"(a[0]), "l"(a[1]), "l"(b[0]), "l"(b[1]), "r"(sum));                                      \
-    }                                                                                                                         \
-    template <>                                                                                                               \
-    __device__ __forceinline__ void wgmma<T, N, SWIZZLED, 4>(                                                                 \
-        float (&d)[N / 2], const descriptor_t (&a)[4], const descriptor_t (&b)[4], int sum) {                                 \
-        asm volatile(WGMMA_BEGIN(I8) WGMMA_TEXT(N, KIND, BOTH, WORD(I0), I4, "sum")                                           \
-                     WGMMA_TEXT(N, KIND, BOTH, WORD(I1), I5, "all") WGMMA_TEXT(N, KIND, BOTH, WORD(I2), I6, "all")            \
-                     WGMMA_TEXT(N, KIND, BOTH, WORD(I3), I7, "all") "}"                                                       \
-                     : SUMS_##N : "l"(a[0]), "l"(a[1]), "l"(a[2]), "l"(a[3]), "l"(b[0]), "l"(b[1]), "l"(b[2]),                \
-                       "l"(b[3]), "r"(sum));                                                                                  \
-    }                                                                                                                         \
-    template <>                                                                                                               \
-    __device__ __forceinline__ void wgmma_rows<T, N, SWIZZLED>(                                                               \
-        float (&d)[N / 2], const unsigned (&a)[4], descriptor_t b, int sum) {                                                 \
-        asm volatile(WGMMA_BEGIN(I5) WGMMA_TEXT(N, KIND, LAST, WORDS(I0, I1, I2, I3), I4, "sum") "}"                          \
-                     : SUMS_##N : WORDS_OF(a), "l"(b), "r"(sum));                                                             \
-    }                                                                                                                         \
-    template <>                                                                                                               \
-    __device__ __forceinline__ void wgmma_rows<T, N, SWIZZLED>(                                                               \
-        float (&d)[N / 2], const unsigned (&a)[4][4], const descriptor_t (&b)[4], int sum) {                                  \
-        asm volatile(WGMMA_BEGIN(I20) WGMMA_TEXT(N, KIND, LAST, WORDS(I0, I1, I2, I3), I16, "sum")                            \
-                     WGMMA_TEXT(N, KIND, LAST, WORDS(I4, I5, I6, I7), I17, "all")                                             \
-                     WGMMA_TEXT(N, KIND, LAST, WORDS(I8, I9, I10, I11), I18, "all")                                           \
-                     WGMMA_TEXT(N, KIND, LAST, WORDS(I12, I13, I14, I15), I19, "all") "}"                                     \
-                     : SUMS_##N : WORDS_OF(a[0]), WORDS_OF(a[1]), WORDS_OF(a[2]), WORDS_OF(a[3]), "l"(b[0]), "l"(b[1]),       \
-                       "l"(b[2]), "l"(b[3]), "r"(sum));                                                                       \
+#define WGMMA_OF(T, N, SWIZZLED, KIND, BOTH, LAST, I0, I1, I2, I3, I4, I5, I6, I7, I8, I9, I10, I11, I12, I13, I14, I15, \
+                 I16, I17, I18, I19, I20)                                                                                \
+    template <>                                                                                                          \
+    __device__ __forceinline__ void wgmma<T, N, SWIZZLED>(                                                               \
+        float (&d)[N / 2], descriptor_t a, descriptor_t b, int sum) {                                                    \
+        asm volatile(WGMMA_BEGIN(I2) WGMMA_TEXT(N, KIND, BOTH, A_WORD(I0), I1, "sum") "}"                                \
+                     : SUMS_##N : "l"(a), "l"(b), "r"(sum));                                                             \
+    }                                                                                                                    \
+    template <>                                                                                                          \
+    __device__ __forceinline__ void wgmma<T, N, SWIZZLED, 1>(                                                            \
+        float (&d)[N / 2], const descriptor_t (&a)[1], const descriptor_t (&b)[1], int sum) {                            \
+        wgmma<T, N, SWIZZLED>(d, a[0], b[0], sum);                                                                       \
+    }                                                                                                                    \
+    template <>                                                                                                          \
+    __device__ __forceinline__ void wgmma<T, N, SWIZZLED, 2>(                                                            \
+        float (&d)[N / 2], const descriptor_t (&a)[2], const descriptor_t (&b)[2], int sum) {                            \
+        asm volatile(WGMMA_BEGIN(I4) WGMMA_TEXT(N, KIND, BOTH, A_WORD(I0), I2, "sum")                                    \
+                     WGMMA_TEXT(N, KIND, BOTH, A_WORD(I1), I3, "all") "}"                                                \
+                     : SUMS_##N : "l"(a[0]), "l"(a[1]), "l"(b[0]), "l"(b[1]), "r"(sum));                                 \
+    }                                                                                                                    \
+    template <>                                                                                                          \
+    __device__ __forceinline__ void wgmma<T, N, SWIZZLED, 4>(                                                            \
+        float (&d)[N / 2], const descriptor_t (&a)[4], const descriptor_t (&b)[4], int sum) {                            \
+        asm volatile(WGMMA_BEGIN(I8) WGMMA_TEXT(N, KIND, BOTH, A_WORD(I0), I4, "sum")                                    \
+                     WGMMA_TEXT(N, KIND, BOTH, A_WORD(I1), I5, "all") WGMMA_TEXT(N, KIND, BOTH, A_WORD(I2), I6, "all")   \
+                     WGMMA_TEXT(N, KIND, BOTH, A_WORD(I3), I7, "all") "}"                                                \
+                     : SUMS_##N : "l"(a[0]), "l"(a[1]), "l"(a[2]), "l"(a[3]), "l"(b[0]), "l"(b[1]), "l"(b[2]),           \
+                       "l"(b[3]), "r"(sum));                                                                             \
+    }                                                                                                                    \
+    template <>                                                                                                          \
+    __device__ __forceinline__ void wgmma_rows<T, N, SWIZZLED>(                                                          \
+        float (&d)[N / 2], const unsigned (&a)[4], descriptor_t b, int sum) {                                            \
+        asm volatile(WGMMA_BEGIN(I5) WGMMA_TEXT(N, KIND, LAST, A_WORDS(I0, I1, I2, I3), I4, "sum") "}"                   \
+                     : SUMS_##N : A_WORDS_OF(a), "l"(b), "r"(sum));                                                      \
+    }                                                                                                                    \
+    template <>                                                                                                          \
+    __device__ __forceinline__ void wgmma_rows<T, N, SWIZZLED>(                                                          \
+        float (&d)[N / 2], const unsigned (&a)[4][4], const descriptor_t (&b)[4], int sum) {                             \
+        asm volatile(WGMMA_BEGIN(I20) WGMMA_TEXT(N, KIND, LAST, A_WORDS(I0, I1, I2, I3), I16, "sum")                     \
+                     WGMMA_TEXT(N, KIND, LAST, A_WORDS(I4, I5, I6, I7), I17, "all")                                      \
+                     WGMMA_TEXT(N, KIND, LAST, A_WORDS(I8, I9, I10, I11), I18, "all")                                    \
+                     WGMMA_TEXT(N, KIND, LAST, A_WORDS(I12, I13, I14, I15), I19, "all") "}"                              \
+                     : SUMS_##N : A_WORDS_OF(a[0]), A_WORDS_OF(a[1]), A_WORDS_OF(a[2]), A_WORDS_OF(a[3]), "l"(b[0]),     \
+                       "l"(b[1]), "l"(b[2]), "l"(b[3]), "r"(sum));                                                       \
     }
-#define WGMMA_TURNED(T, N, KIND, I0, I1, I2, ...)                                                                                 \
-    template <>                                                                                                                   \
-    __device__ __forceinline__ void wgmma_turned<T, N>(float (&d)[N / 2], descriptor_t a, descriptor_t b, int sum) {              \
-        asm volatile("{\n.reg .pred sum;\nsetp.ne.b32 sum, %" #I2 ", 0;\n" WGMMA_TEXT(N, KIND, ", 1, 1", WORD(I0), I1, "sum") "}" \
-                     : SUMS_##N : "l"(a), "l"(b), "r"(sum));                                                                      \
+#define WGMMA_TURNED(T, N, KIND, I0, I1, I2, ...)                                                                    \
+    template <>                                                                                                      \
+    __device__ __forceinline__ void wgmma_turned<T, N>(float (&d)[N / 2], descriptor_t a, descriptor_t b, int sum) { \
+        asm volatile("{\n.reg .pred sum;\nsetp.ne.b32 sum, %" #I2 ", 0;\n"                                          \
+                     WGMMA_TEXT(N, KIND, ", 1, 1", A_WORD(I0), I1, "sum") "}"                                        \
+                     : SUMS_##N : "l"(a), "l"(b), "r"(sum));                                                         \
     }
 #define WGMMA_16_BITS(T, N, KIND, ...)                        \
     WGMMA_OF(T, N, false, KIND, ", 0, 0", ", 0", __VA_ARGS__) \
@@ -255,34 +229,28 @@ template <int REGISTERS> __device__ __forceinline__ void setmaxnreg_dec() {
 #define WGMMA_half_t(N, ...) WGMMA_16_BITS(half_t, N, "k16.f32.f16.f16", __VA_ARGS__)
 #define WGMMA_bfloat16_t(N, ...) WGMMA_16_BITS(bfloat16_t, N, "k16.f32.bf16.bf16", __VA_ARGS__)
 #define WGMMA_float(N, ...) WGMMA_OF(float, N, false, "k8.f32.tf32.tf32", "", "", __VA_ARGS__)
-// That d goes through here keeps the compiler from setting it later, or reading it before.
-#define WGMMA_SUMS(N)                                                                  \
-    template <> __device__ __forceinline__ void wgmma_clear(float (&d)[N / 2]) {       \
-        _Pragma("unroll") for (float& one : d) one = 0.0f;                             \
-        asm volatile("" : SUMS_##N : : "memory");                                      \
-    }                                                                                  \
-    template <> __device__ __forceinline__ void wgmma_finish(float (&d)[N / 2]) {      \
-        asm volatile("wgmma.wait_group.sync.aligned 0;" : SUMS_##N : : "memory");      \
-    }                                                                                  \
-    template <> __device__ __forceinline__ void wgmma_finish_rows(float (&d)[N / 2]) { \
-        wgmma_wait<0>();                                                               \
-        asm volatile("" : SUMS_##N : : "memory");                                      \
-    }
-#define WGMMA_ONE(T, N) WGMMA_##T(N, AFTER_##N) WGMMA_SUMS(N)
+#define WGMMA_ONE(T, N) WGMMA_##T(N, AFTER_##N)
 #define WGMMA(T, N) WGMMA_ONE(T, N)  // what macros stand for
 WGMMA(ELEMENT_T, WGMMA_COLUMNS)
 
-#undef WGMMA_TEXT
-#undef WGMMA_BEGIN
-#undef WORD
-#undef WORDS
-#undef WORDS_OF
-#undef WGMMA_OF
-#undef WGMMA_TURNED
-#undef WGMMA_16_BITS
-#undef WGMMA_half_t
-#undef WGMMA_bfloat16_t
-#undef WGMMA_float
-#undef WGMMA_SUMS
-#undef WGMMA_ONE
-#undef WGMMA
+// That d goes through inline assembly keeps the compiler from setting it later, or reading it before.
+#define SUMS_OF(N) SUMS_##N
+#define SUMS(N) SUMS_OF(N)
+
+/* d is zero from here on: were it set where products run already, of other sums, each of those would be waited for. */
+__device__ __forceinline__ void wgmma_clear(float (&d)[WGMMA_COLUMNS / 2]) {
+    #pragma unroll
+    for (float& one : d) one = 0.0f;
+    asm volatile("" : SUMS(WGMMA_COLUMNS) : : "memory");
+}
+
+/* Wait until all products are complete, those of d among them, which may be read from here on. */
+__device__ __forceinline__ void wgmma_finish(float (&d)[WGMMA_COLUMNS / 2]) {
+    asm volatile("wgmma.wait_group.sync.aligned 0;" : SUMS(WGMMA_COLUMNS) : : "memory");
+}
+
+/* wgmma_finish for wgmma_turned and wgmma_rows. */
+__device__ __forceinline__ void wgmma_finish_rows(float (&d)[WGMMA_COLUMNS / 2]) {
+    wgmma_wait<0>();
+    asm volatile("" : SUMS(WGMMA_COLUMNS) : : "memory");
+}
