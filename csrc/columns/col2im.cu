@@ -25,7 +25,7 @@
  */
 #include "ptx/keep.cuh"
 #include "numeric/types.cuh"
-#include "geometry/phase.cuh"
+#include "numeric/integers.cuh"
 #include "geometry/plane.cuh"
 
 struct col2im_params {
@@ -44,6 +44,18 @@ using accumulate_t = accumulator_t<OUTPUT_T>;
 // Cells as wide as a vector store take one; the rest store their outputs one at a time.
 constexpr bool kVectorCell = CELL_W == 2 || CELL_W == 4;
 struct alignas(kVectorCell ? CELL_W * sizeof(OUTPUT_T) : sizeof(OUTPUT_T)) cell_t { OUTPUT_T value[CELL_W]; };
+
+/* First tap that reaches position o + P of an axis; the kernel size or more where none does. */
+template <int KERNEL, int STRIDE, int DILATION>
+__device__ __forceinline__ int first_tap(int position) {
+    constexpr int kStep = tap_step(STRIDE, DILATION);
+    if (DILATION % STRIDE == 1 % STRIDE) return position % STRIDE;
+    int tap = KERNEL;
+    #pragma unroll (kStep <= 16 ? kStep : 1)
+    for (int k = kStep - 1; k >= 0; --k)
+        if ((position - k * DILATION) % STRIDE == 0) tap = k;
+    return tap;
+}
 
 constexpr int kStepH = tap_step(STRIDE_H, DILATION_H);
 constexpr int kStepW = tap_step(STRIDE_W, DILATION_W);

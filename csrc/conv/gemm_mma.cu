@@ -250,20 +250,12 @@ __device__ __forceinline__ void multiply(
 
 __device__ __forceinline__ void clear(sums_t& sums) {
     #pragma unroll
-    for (int m = 0; m < TILES_M; ++m)
-        #pragma unroll
-        for (int n = 0; n < TILES_N; ++n)
-            #pragma unroll
-            for (int i = 0; i < 4; ++i) sums[m][n][i] = 0.0f;
+    for (int i = 0; i < kSums; ++i) (&sums[0][0][0])[i] = 0.0f;
 }
 
 __device__ __forceinline__ void add(sums_t& sums, const sums_t& more) {
     #pragma unroll
-    for (int m = 0; m < TILES_M; ++m)
-        #pragma unroll
-        for (int n = 0; n < TILES_N; ++n)
-            #pragma unroll
-            for (int i = 0; i < 4; ++i) sums[m][n][i] += more[m][n][i];
+    for (int i = 0; i < kSums; ++i) (&sums[0][0][0])[i] += (&more[0][0][0])[i];
 }
 
 #include "epilogue/store_tile.cuh"
@@ -341,5 +333,5 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) conv_gemm_mma_ke
         if (COPY_BYTES > 0) loader.finish();
     }
     __syncthreads();
-    store_tile(p, block, sums, places, stages, warp_m, warp_n, identity_t());
+    store_tile(p, block, sums, places, stages, warp_m, warp_n);
 }

@@ -43,6 +43,7 @@
 #include "geometry/axis.cuh"
 #include "numeric/index.cuh"
 #include "numeric/types.cuh"
+#include "numeric/vector.cuh"
 #include "epilogue/store_runs.cuh"
 
 struct direct_forward_params {
@@ -58,15 +59,24 @@ struct direct_forward_params {
 };
 
 using accumulate_t = accumulator_t<ELEMENT_T>;
-using axis_h = axis<KERNEL_H, STRIDE_H, PADDING_H, DILATION_H>;
-using axis_w = axis<KERNEL_W, STRIDE_W, PADDING_W, DILATION_W>;
-template <int COUNT> using vector_t = vector_of<ELEMENT_T, COUNT>;
 
 constexpr int kTileW = LANES_W * CELLS;
 constexpr int kPartThreads = LANES_W * (TILE_H / ROWS) * TILE_PHASES * (TILE_PLANES / PLANE_VECTOR);
 constexpr int kThreads = kPartThreads * SPLIT_IN;
 constexpr int kFirstH = axis_h::least_shift(), kHaloH = axis_h::largest_shift() - kFirstH;
 constexpr int kFirstW = axis_w::least_shift(), kHaloW = axis_w::largest_shift() - kFirstW;
+constexpr int kNeighbours = CELLS * STRIDE_W;  // outputs of a thread in a row
+struct alignas(16) weight_quad_t { accumulate_t value[4]; };
+extern __shared__ __align__(16) unsigned char shared[];
+
+/* The phase of each r-th output of an axis, or kNone. */
+template <int STRIDE> struct phases_t { int of[STRIDE]; };
+template <typename AXIS, int STRIDE> __device__ constexpr phases_t<STRIDE> phases_of() {
+    phases_t<STRIDE> phases{};
+    for (int r = 0; r < STRIDE; ++r) phases.of[r] = AXIS::phase(r);
+    return phases;
+}
+__device__ constexpr phases_t<STRIDE_W> kColumnPhases = phases_of<axis_w, STRIDE_W>();
 
 #if DEPTHWISE
 #include "pipeline/depthwise.cuh"
@@ -88,19 +98,9 @@ struct alignas(kVector * sizeof(accumulate_t)) window_t { accumulate_t value[kVe
 
 // Weights [TILE_PLANES][TILE_IN][K_H][kQuads], a tap row being [K_W][TILE_OUT] in whole quads.
 constexpr int kQuads = (KERNEL_W * TILE_OUT + 3) / 4;
-struct alignas(16) weight_quad_t { accumulate_t value[4]; };
 constexpr int kTapRows = axis_h::taps(0);  // of a phase, at most
 constexpr bool kUnrollsTaps = axis_h::kEven && kTapRows * KERNEL_W * TILE_OUT * CELLS <= 512;
 
-constexpr int kNeighbours = CELLS * STRIDE_W;  // outputs of a thread in a row
-
-struct column_phases_t { int of[STRIDE_W]; };
-__device__ constexpr column_phases_t column_phases() {
-    column_phases_t phases{};
-    for (int r = 0; r < STRIDE_W; ++r) phases.of[r] = axis_w::phase(r);
-    return phases;
-}
-__device__ constexpr column_phases_t kColumnPhases = column_phases();
 using sums_t = accumulate_t[TILE_OUT][CELLS][axis_w::kPhases];
 using biases_t = accumulate_t[TILE_OUT];
 constexpr int kSums = TILE_OUT * CELLS * axis_w::kPhases;
@@ -111,7 +111,6 @@ constexpr int kWeightBytes = TILE_PLANES * TILE_IN * KERNEL_H * kQuads * 4 * kSu
 static_assert(kPatchBytes + kWeightBytes <= SHARED_BYTES, "patch and weights do not fit the launch's shared memory");
 static_assert((SPLIT_IN - 1) * kSums * kPartThreads * kSumBytes <= SHARED_BYTES, "nor do the parts' sums");
 static_assert(kPartThreads % 32 == 0, "the threads of a warp share their part of the channels");
-extern __shared__ __align__(16) unsigned char shared[];
 
 /* Where a thread stands in the tile. */
 struct place_t { int lane, row, phase, plane, part; };
@@ -184,13 +183,12 @@ __device__ __forceinline__ void add_parts(sums_t& sum, int part) {
 }
 
 struct bias_rows_t { int output[STRIDE_H - axis_h::kPhases + 1]; };
-__device__ constexpr bias_rows_t bias_rows() {
+__device__ constexpr bias_rows_t kBiasRows = [] {
     bias_rows_t rows{};
     for (int r = 0, i = 0; r < STRIDE_H; ++r)
         if (axis_h::phase(r) == kNone) rows.output[i++] = r;
     return rows;
-}
-__device__ constexpr bias_rows_t kBiasRows = bias_rows();
+}();
 
 constexpr int kOutTiles = ceil_div(OUT_CHANNELS, TILE_OUT);
 constexpr int kBiasRowsOfCell = STRIDE_H - axis_h::kPhases + (STRIDE_H == axis_h::kPhases);  // at least one, to divide by
@@ -198,14 +196,13 @@ constexpr int kBiasRowsOfCell = STRIDE_H - axis_h::kPhases + (STRIDE_H == axis_h
 #if !CHANNELS_LAST || WHOLE_PIXELS
 /* Store the output rows that no tap reaches, a warp one row of the tile after the other. */
 __device__ __forceinline__ void store_bias_rows(const direct_forward_params& p, const tile_t& tile) {
-    constexpr int kRows = kBiasRowsOfCell;
     constexpr int kOuts = WHOLE_PIXELS ? TILE_OUT : 1, kLength = kTileW * STRIDE_W * kOuts;
     const int ow = tile.cell_column * STRIDE_W, elements = min(kTileW * STRIDE_W, p.w_out - ow) * kOuts;
     const int lane_element = threadIdx.x % 32 * VECTOR;
     #pragma unroll 1
-    for (int line = threadIdx.x / 32; line < kRows * TILE_H * TILE_PLANES; line += kThreads / 32) {
-        const int row = line / kRows, plane = tile.first_plane + row / TILE_H;
-        const int oh = (tile.cell_row + row % TILE_H) * STRIDE_H + kBiasRows.output[line % kRows];
+    for (int line = threadIdx.x / 32; line < kBiasRowsOfCell * TILE_H * TILE_PLANES; line += kThreads / 32) {
+        const int row = line / kBiasRowsOfCell, plane = tile.first_plane + row / TILE_H;
+        const int oh = (tile.cell_row + row % TILE_H) * STRIDE_H + kBiasRows.output[line % kBiasRowsOfCell];
         const int group = plane % p.groups;
         if (oh >= p.h_out || plane >= p.planes) continue;
         ELEMENT_T* __restrict__ target = p.output + output_offset(p, plane, tile.first_out, oh, ow) + lane_element;
@@ -233,7 +230,6 @@ __device__ __forceinline__ void store_bias_rows(const direct_forward_params& p, 
  * a thread the same channels of each.
  */
 __device__ __forceinline__ void store_bias_rows(const direct_forward_params& p, const tile_t& tile) {
-    constexpr int kRows = kBiasRowsOfCell;
     if (tile.first_plane >= p.planes) return;
     const int first_group = tile.first_plane % p.groups, channels = p.groups * OUT_CHANNELS;
     const int owners = p.groups / TILE_PLANES * kOutTiles;  // the block's planes are of one image
@@ -252,8 +248,8 @@ __device__ __forceinline__ void store_bias_rows(const direct_forward_params& p, 
             values.value[e] = p.bias == nullptr ? ELEMENT_T{} : load_once(p.bias + channel + e);
         pixel += owner * pixels_at_once;
         #pragma unroll 1
-        for (int line = 0; line < kRows * TILE_H; ++line) {
-            const int row = line / kRows * STRIDE_H + kBiasRows.output[line % kRows];
+        for (int line = 0; line < kBiasRowsOfCell * TILE_H; ++line) {
+            const int row = line / kBiasRowsOfCell * STRIDE_H + kBiasRows.output[line % kBiasRowsOfCell];
             if (row0 + row >= p.h_out) continue;
             ELEMENT_T* __restrict__ target =
                 output + ((static_cast<long long>(row) * p.w_out + pixel) * channels + channel);

@@ -40,6 +40,7 @@
 #include "ptx/cp_async.cuh"
 #include "numeric/index.cuh"
 #include "ptx/mma.cuh"
+#include "numeric/vector.cuh"
 
 struct direct_forward_mma_params {
     const ELEMENT_T* __restrict__ input;
@@ -125,7 +126,6 @@ static_assert(kFragments * 16 + (kPatchWords + kLandingWords + kOffsets + kBiase
 extern __shared__ __align__(16) unsigned char shared[];
 
 template <int COUNT> struct alignas(COUNT * 4) words_t { unsigned value[COUNT]; };
-template <int COUNT> struct alignas(COUNT * sizeof(ELEMENT_T)) vector_t { ELEMENT_T value[COUNT]; };
 
 /* Rows of the product. Lines are cut into blocks of 8, one line a lane g. A block's column phases take slots, and a slot is
  * one half of an M tile, so that a lane has all column phases of its lines. Where blocks come in pairs, a tile is one phase.

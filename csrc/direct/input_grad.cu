@@ -101,15 +101,7 @@ direct_input_grad_kernel(const __grid_constant__ direct_input_grad_params p) {
 
         // Stage: the chunk's part of grad_output, and its weights; channels and taps that there are not weigh nothing.
         if (chunk > 0) __syncthreads();
-        if (PREFETCH) {
-            store_patch(patch, packs, 0);
-        } else {
-            #pragma unroll 1
-            for (int pass = 0; pass < kPasses; pass += kBatch) {
-                fetch_patch(packs, source, pass);
-                store_patch(patch, packs, pass);
-            }
-        }
+        stage_patch<!PREFETCH>(patch, packs, source);
         const int first_co = chunk / kChunksTaps * CHUNK_CHANNELS;
         const int weights_co = WEIGHTS_ONCE ? 0 : first_co;  // the first whose weights are staged
         #pragma unroll 1

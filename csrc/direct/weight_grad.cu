@@ -160,15 +160,7 @@ direct_weight_grad_kernel(const __grid_constant__ direct_weight_grad_params p) {
         ELEMENT_T next[ROWS][CI_CHANNELS];
         load_input(next, input, column_inside ? p.h_in - ih : 0);
         if (tile > begin) __syncthreads();
-        if (PREFETCH) {
-            store_patch(patch, packs, 0);
-        } else {
-            #pragma unroll 1
-            for (int pass = 0; pass < kPasses; pass += kBatch) {
-                fetch_patch(packs, source, pass);
-                store_patch(patch, packs, pass);
-            }
-        }
+        stage_patch<!PREFETCH>(patch, packs, source);
         __syncthreads();
         if (tile + 1 < end) {
             next_tile();

@@ -81,7 +81,7 @@ struct outputs_t {
         const pixels_on_m_params& p, const places_t& item, int first, const float (&sums)[LINES / 2], const float* biases)
         : places(item.from(p, first)), outs(p.out_channels - first - lane_line() / kTaps) {
         each<kTurns>([&](auto turn) {
-            constexpr int kTurn = decltype(turn)::value, kTile = kTurn * kTiles, kOut = kTile * 8 / kTaps;
+            constexpr int kTurn = turn, kTile = kTurn * kTiles, kOut = kTile * 8 / kTaps;
             ELEMENT_T values[4 * kTiles];  // neighbours in a row one after the other
             #pragma unroll
             for (int e = 0; e < 2 * kTiles; ++e) {
@@ -91,14 +91,14 @@ struct outputs_t {
                     values[KERNEL_W == 1 ? e * 2 + h : h * 2 * kTiles + e] =
                         narrow<ELEMENT_T>(sums[(kTile + e / 2) * 4 + h * 2 + e % 2] + bias);
             }
-            pack(words[kTurn], values);
+            as_words<kWords>(words[kTurn], values);
         });
     }
 
     /* Stores turns FIRST to END - 1. */
     template <int FIRST, int END> __device__ __forceinline__ void store(const pixels_on_m_params& p) const {
         each<END - FIRST>([&](auto turn) {
-            constexpr int kTurn = FIRST + decltype(turn)::value, kFirst = kTurn * kTiles * 8, kOut = kFirst / kTaps;
+            constexpr int kTurn = FIRST + turn, kFirst = kTurn * kTiles * 8, kOut = kFirst / kTaps;
             const int at = kOut * out_plane(p) + kFirst % kTaps / KERNEL_W * out_width(p);
             constexpr int kRuns = KERNEL_W == 1 ? 2 : 1, kRunWords = kWords / kRuns;  // of lines that are no neighbours
             #pragma unroll
@@ -124,19 +124,6 @@ struct outputs_t {
     }
 
 private:
-    template <typename T, int COUNT> __device__ __forceinline__ static void pack(unsigned (&words)[kWords], const T (&values)[COUNT]) {
-        constexpr int kElements = mma_words<T>::kElements;
-        #pragma unroll
-        for (int i = 0; i < kWords; ++i) {
-            if constexpr (kElements == 1) {
-                words[i] = __float_as_uint(values[i]);
-            } else {
-                const T pair[2] = {values[i * 2], values[i * 2 + 1]};
-                words[i] = mma_words<T>::pack(pair);
-            }
-        }
-    }
-
     template <int COUNT> __device__ __forceinline__ static void store_run(ELEMENT_T* to, const unsigned* run, bool is) {
         constexpr int kTogether = least(COUNT, 4);
         #pragma unroll
@@ -165,7 +152,7 @@ __device__ __forceinline__ void consume(const pixels_on_m_params& p, int warp) {
             ring_t here = slots;
             const bool frees = !p.held || block + 1 == item.blocks;
             multiply<kPaired, kShares>(p, sums, ring, here, warp, frees, [&](auto share) {
-                constexpr int kShare = decltype(share)::value;
+                constexpr int kShare = share;
                 if constexpr (DEFERRED_STORES) outputs.store<kTurns * kShare / kShares, kTurns * (kShare + 1) / kShares>(p);
             });
             if (frees) slots = here;
@@ -179,5 +166,5 @@ __device__ __forceinline__ void consume(const pixels_on_m_params& p, int warp) {
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
 sm90_gemm_depth_to_space_kernel(const __grid_constant__ pixels_on_m_params p) {
-    run(p, [&](int warp) { consume(p, warp); });
+    run<224, 56>(p, [&](int warp) { consume(p, warp); });
 }

@@ -31,14 +31,14 @@
  *
  * A warp's positions go from the stage to registers, where float32 is rounded to TF32, each once; the weights stay in shared
  * memory. SPLIT: float32 in three products of TF32 (see sm90/implicit_gemm.cu), whose sums leave the tensor core, which rounds
- * towards zero, after CHAIN steps. Positions outside of the image count as zeros, not as products with zeros.
+ * towards zero, after kChain steps. Positions outside of the image count as zeros, not as products with zeros.
  *
  * A thread folds a few cell rows at a time: it waits for their columns once. Weights are asked for before any inputs: those
  * keep memory busy for 2 us. What limits it: memory, and instructions, alike in all roles; see docs/notes.
  *
  * Macros: ELEMENT_T; KERNEL_, STRIDE_, PADDING_, DILATION_ with H and W, such that every phase has a tap; IN_CHANNELS,
- * OUT_CHANNELS; CHANNELS_LAST; SPLIT, CHAIN; LINES (OUT_CHANNELS of all taps, up to a multiple of 16); CHANNEL_STEPS (of 32 bytes, of the channels); WARPGROUPS, FOLDERS, PRODUCERS;
- * ROWS, COLUMNS (positions of a step; together a multiple of 64), WHOLE, CELLS (WHOLE: of COLUMNS positions); ORIGIN (the
+ * OUT_CHANNELS; CHANNELS_LAST; SPLIT; LINES (OUT_CHANNELS of all taps, up to a multiple of 16); CHANNEL_STEPS (of 32 bytes, of
+ * the channels); WARPGROUPS, FOLDERS, PRODUCERS; ROWS, COLUMNS (positions of a step; together a multiple of 64), WHOLE, CELLS (WHOLE: of COLUMNS positions); ORIGIN (the
  * first strip's first position), LEFT (columns in the ring before a row's first), COLUMN_PITCH (floats from a line of the ring
  * to the next); TOGETHER (cell rows that a thread folds at a time, a divisor of ROWS); STAGES; PITCH (elements between channels
  * in a stage, or between positions in channels_last), UNIT (elements that are copied together; divides the input's width, in
@@ -73,20 +73,16 @@ struct gemm_fold_narrow_params {
     int cells_h, cells_w;
     int strips, segments, segment_rows, items;
     int weight_channel, weight_tap;  // elements of the weight, from an output channel or a tap to the next
-#if WHOLE
-    unsigned long long by_w_in, by_cells_w;  // to divide by them
+    unsigned long long by_w_in, by_cells_w;  // to divide by them, where rows are WHOLE; see numeric/divide.cuh
     int turns;                               // of a warpgroup, that have the positions of a step
-#endif
 };
 
 using words = mma_words<ELEMENT_T>;
-using axis_h = axis<KERNEL_H, STRIDE_H, PADDING_H, DILATION_H>;
-using axis_w = axis<KERNEL_W, STRIDE_W, PADDING_W, DILATION_W>;
 static_assert(axis_h::kPhases == STRIDE_H && axis_w::kPhases == STRIDE_W, "every phase has a tap");
 
 constexpr int kMultipliers = 128 * WARPGROUPS, kOthers = kMultipliers + FOLDERS, kThreads = kOthers + PRODUCERS;
 constexpr int kItem = sizeof(ELEMENT_T), kElements = words::kElements;  // of a word
-constexpr int kParts = SPLIT ? 2 : 1;  // of words
+constexpr int kParts = SPLIT ? 2 : 1, kChain = 2;  // of words; steps whose sums stay in the tensor core
 constexpr int kTaps = KERNEL_H * KERNEL_W, kLines = OUT_CHANNELS * kTaps, kWholeLines = LINES;
 constexpr int kFirstH = axis_h::least_shift(), kHaloH = axis_h::largest_shift() - kFirstH;
 constexpr int kRing = 2 * ROWS + kHaloH;  // rows of columns
@@ -132,16 +128,11 @@ __device__ __forceinline__ int first_position(const item_t& item) { return ORIGI
 /* Positions across, and where a position of a step is. */
 __device__ __forceinline__ int columns_of(const gemm_fold_narrow_params& p) { return WHOLE ? p.w_in : COLUMNS; }
 struct place_t { int row, column; };
-#if WHOLE
 __device__ __forceinline__ place_t place_of(const gemm_fold_narrow_params& p, int position) {
+    if (!WHOLE) return {position / COLUMNS, position % COLUMNS};
     const int row = divided(position, p.by_w_in);
     return {row, position - row * p.w_in};
 }
-#else
-__device__ __forceinline__ place_t place_of(const gemm_fold_narrow_params&, int position) {
-    return {position / COLUMNS, position % COLUMNS};
-}
-#endif
 
 /* Steps of the items of a block, one after the other. */
 struct course_t {
@@ -264,11 +255,9 @@ __device__ __forceinline__ void lay_weights_out(
             values[e] = is ? all[channel * kLines + place] : element_of<ELEMENT_T>(0);
         }
         unsigned* to = reinterpret_cast<unsigned*>(target) + ((word / 4 * kWholeLines + line) * 4 + word % 4);
-#if SPLIT
-        *to = rounded<kParts, ELEMENT_T>(__float_as_uint(values[0]), to[kWeightBytes / 4]);
-#else
-        *to = words::pack(values);
-#endif
+        unsigned of_values;
+        as_words<1>(&of_values, values);
+        *to = rounded<kParts, ELEMENT_T>(of_values, to[kWeightBytes / 4]);
     }
     named_barrier_sync<1, kOthers>();
 }
@@ -322,11 +311,7 @@ __device__ __forceinline__ void multiply(
     const int row0 = item.cell_row + kFirstH + course.step * ROWS, column0 = first_position(item);
     const descriptor_t weights = descriptor_k_major(weights_here, 16 * kWholeLines, 128);
     constexpr int kTurns = kPositions / (64 * WARPGROUPS);
-#if WHOLE
-    const int turns = p.turns;
-#else
-    constexpr int turns = kTurns;
-#endif
+    const int turns = WHOLE ? p.turns : kTurns;
     #pragma unroll 1
     for (int turn = 0; turn < turns; ++turn) {
         [[maybe_unused]] const bool last = turn == turns - 1;
@@ -336,7 +321,7 @@ __device__ __forceinline__ void multiply(
         if constexpr (SPLIT)
             #pragma unroll
             for (int i = 0; i < kWholeLines / 2; ++i) sum[i] = 0.0f;
-        constexpr int kAtOnce = SPLIT ? CHAIN : 8;  // steps
+        constexpr int kAtOnce = SPLIT ? kChain : 8;  // steps
         #pragma unroll
         for (int step0 = 0; step0 < CHANNEL_STEPS; step0 += kAtOnce) {
             unsigned a[kAtOnce][4], rest[kAtOnce][4];
@@ -378,12 +363,10 @@ __device__ __forceinline__ void multiply(
         barrier_wait(folded, parity);
         #pragma unroll
         for (int half = 0; half < 2; ++half) {
-#if WHOLE
-            const auto [row, column] = place_of(p, first + half * 8 + g);
-            if (row >= ROWS) continue;
-#else
-            const int position = first + half * 8, row = position / COLUMNS, column = position % COLUMNS + g;
-#endif
+            // Eight positions lie in one row, unless rows are WHOLE.
+            const place_t place = place_of(p, first + half * 8 + (WHOLE ? g : 0));
+            const int row = place.row, column = place.column + (WHOLE ? 0 : g);
+            if (WHOLE && row >= ROWS) continue;
             const int h = row0 + row, w = column0 + column;
             const bool inside = 0 <= h && h < p.h_in && (WHOLE || (0 <= w && w < p.w_in));
             float* target = ring + ((course.ring_row + course.step * ROWS + row) % kRing * kRowFloats + LEFT + column);
@@ -414,11 +397,7 @@ __device__ __forceinline__ void fold(const gemm_fold_narrow_params& p, const flo
     const int cells = WHOLE ? p.cells_w : CELLS;
     #pragma unroll 1
     for (int i = threadIdx.x - kMultipliers; i < STRIDE_H * kRest * cells; i += FOLDERS) {
-#if WHOLE
-        const int line = divided(i, p.by_cells_w);
-#else
-        const int line = i / CELLS;
-#endif
+        const int line = WHOLE ? divided(i, p.by_cells_w) : i / CELLS;
         const int cell = i - line * cells, out = line % kRest, phase = line / kRest;
         const int ow = (cell0 + cell) * STRIDE_W;
         const int oh = (item.cell_row + first_row) * STRIDE_H + axis_h::output(phase);

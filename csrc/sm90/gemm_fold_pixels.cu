@@ -21,9 +21,9 @@
  * block's output channels, their lines a multiple of 8), WHOLE_OUTS (1 where it divides all of them), FOLD_TURNS (cells of a
  * thread, or parts of them, at most). Chosen by gemmconv/kernels/sm90/gemm_fold_pixels.py.
  */
+#include "pipeline/pixels_on_m.cuh"
 #include "epilogue/fold_smem.cuh"
 #include "ptx/named_barrier.cuh"
-#include "pipeline/pixels_on_m.cuh"
 
 constexpr int kFoldLines = FOLD_OUTS * kTaps, kFolds = LINES / kFoldLines, kFoldFloats = kFoldLines * FOLD_PITCH;
 // Steps of the main loop that are peeled off before it, since the loop takes two at a time: one where their number is odd.
@@ -107,7 +107,9 @@ __device__ __forceinline__ void consume(const pixels_on_m_params& p, int warp) {
                 // Two buffers take turns. A warp that writes one again has passed the barrier of the fold between, which all
                 // warps reach after they have gathered from it.
                 float* columns = both + fold % 2 * kFoldFloats;
-                only<kFolds>(fold, [&](auto known) { write_columns<decltype(known)::value>(columns, sums, warp); });
+                each<kFolds>([&](auto known) {  // registers are selected by constants alone
+                    if (known == fold) write_columns<known>(columns, sums, warp);
+                });
                 named_barrier_sync<1, kConsumers>();
                 const int out = first + fold * FOLD_OUTS + group * kGroupOuts;
                 if (out < p.out_channels)
@@ -123,5 +125,5 @@ __device__ __forceinline__ void consume(const pixels_on_m_params& p, int warp) {
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
 sm90_gemm_fold_pixels_kernel(const __grid_constant__ pixels_on_m_params p) {
-    run(p, [&](int warp) { consume(p, warp); });
+    run<208, 88>(p, [&](int warp) { consume(p, warp); });
 }

@@ -229,11 +229,11 @@ template <int PHASE_, int E, typename COLUMN>
 __device__ __forceinline__ float folded(const COLUMN& column, before_t& before, float bias, int lane) {
     float output = bias;
     each<kMostLanes + 1>([&](auto lanes_) {
-        constexpr int lanes = decltype(lanes_)::value, first = first_to_give(PHASE_, E, lanes);
+        constexpr int lanes = lanes_, first = first_to_give(PHASE_, E, lanes);
         if constexpr (first < kTapsAcross) {
             float given = 0.0f;
             each<kTapsAcross>([&](auto tap_) {
-                constexpr int tap = decltype(tap_)::value;
+                constexpr int tap = tap_;
                 if constexpr (gives(tap, PHASE_, E, lanes)) {
                     const float own = column(tap_, constant<column_of(kDelay[tap], E)>());
                     given = tap == first ? own : given + own;
@@ -294,10 +294,9 @@ using run_t = float[2 * SPAN_W];
 template <int OUT>
 __device__ __forceinline__ void fold(run_t& run, const sums_t& sums, before_t (&before)[kOwnOuts], const float* bias, int lane) {
     const float own = bias[OUT / 2 * 8 + OUT % 2];
-    each<2 * SPAN_W>([&](auto i_) {
-        constexpr int i = decltype(i_)::value;
+    each<2 * SPAN_W>([&](auto i) {
         run[i] = folded<i % SPAN_W, i / SPAN_W>(
-            [&](auto tap, auto e) { return column<OUT, decltype(tap)::value, decltype(e)::value>(sums); }, before[OUT], own, lane);
+            [&](auto tap, auto e) { return column<OUT, tap, e>(sums); }, before[OUT], own, lane);
     });
 }
 
@@ -386,12 +385,9 @@ __device__ __forceinline__ void fold_and_store(
         for (int turn = 0; turn < kTurns; ++turn) to[turn] += 8 * target.pixels;
     };
     each<kOwnOuts / 2>([&](auto eight_) {
-        constexpr int eight = decltype(eight_)::value;
+        constexpr int eight = eight_;
         run_t second[2];
-        each<2>([&](auto out_) {
-            constexpr int out = decltype(out_)::value;
-            fold<2 * eight + out>(second[out], sums, before, bias, lane);
-        });
+        each<2>([&](auto out) { fold<2 * eight + out>(second[out], sums, before, bias, lane); });
         if constexpr (eight > 0) store_eight(eight - 1);
         __syncwarp();  // all have read their pieces; shuffles say nothing of memory
         #pragma unroll
@@ -461,10 +457,9 @@ __device__ __forceinline__ void consume(const gemm_fold_rows_params& p, const se
     const auto multiply = [&](sums_t& sums) {
         words_of_group_t words[2];
         const auto load_group = [&](auto group_) {
-            constexpr int group = decltype(group_)::value, down = group * TAPS_TOGETHER % WEIGHT_ROWS;
+            constexpr int group = group_, down = group * TAPS_TOGETHER % WEIGHT_ROWS;
             if constexpr (down == 0) barrier_wait(barriers.full[ring.stage], ring.parity);
-            each<TAPS_TOGETHER>([&](auto i_) {
-                constexpr int i = decltype(i_)::value;
+            each<TAPS_TOGETHER>([&](auto i) {
                 load_words<i * kSteps>(words[group % 2], row_of(ring.stage, down + i), low, high);
             });
             settle_words(words[group % 2]);  // were one of them rounded where products run, those would be waited for
@@ -473,8 +468,7 @@ __device__ __forceinline__ void consume(const gemm_fold_rows_params& p, const se
         if (warpgroup == 0) named_barrier_sync<kTurnOf0, 256>();
         else named_barrier_sync<kTurnOf1, 256>();
         each<kGroups>([&](auto group_) {
-            constexpr int group = decltype(group_)::value;
-            constexpr int down = group * TAPS_TOGETHER % WEIGHT_ROWS;
+            constexpr int group = group_, down = group * TAPS_TOGETHER % WEIGHT_ROWS;
             constexpr int kFirst = down * kTapBytes + group * TAPS_TOGETHER / WEIGHT_ROWS * kSteps * kStepBytes;
             wgmma_fence();
             #pragma unroll
@@ -512,19 +506,16 @@ __device__ __forceinline__ void consume(const gemm_fold_rows_params& p, const se
         run_t first[kOwnOuts];
         // Steps come two by two, and sums that are zero in steps of their own: were it asked of each whether it has columns, sums
         // would have to be moved.
-        const auto line = [&](int step, auto has_columns_) {
-            each<2>([&](auto half_) {
-                constexpr int half = decltype(half_)::value;
+        const auto line = [&](int step, auto has_columns) {
+            each<2>([&](auto half) {
                 sums_t sums;
-                if constexpr (decltype(has_columns_)::value) multiply(sums);
+                if constexpr (decltype(has_columns)::value) multiply(sums);
                 else
                     #pragma unroll
                     for (int i = 0; i < LINES / 2; ++i) sums[i] = 0.0f;
                 if (!there) return;
                 if constexpr (half == 0)
-                    each<kOwnOuts>([&](auto out) {
-                        fold<decltype(out)::value>(first[decltype(out)::value], sums, before, bias + 2 * t, lane);
-                    });
+                    each<kOwnOuts>([&](auto out) { fold<out>(first[out], sums, before, bias + 2 * t, lane); });
                 else
                     fold_and_store(first, sums, before, bias + 2 * t, stage, kept, target,
                                    (step * kColumns - DELAYED) * SPAN_W, p.w_out);
@@ -569,22 +560,21 @@ __device__ __forceinline__ void fold(
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const long long pixels = static_cast<long long>(p.h_out) * p.w_out;
     each<kParts>([&](auto part) {
-        constexpr int kFirstCell = decltype(part)::value * LINE_CELLS;
+        constexpr int kFirstCell = part * LINE_CELLS;
         const int first = ow + kFirstCell * SPAN_W;
         if (!there || first >= p.w_out) return;  // and nothing comes after it
         __syncwarp();
         each<LINE_CELLS / 8>([&](auto tile) {
-            constexpr int kBlock = kFirstCell / 8 + decltype(tile)::value;
+            constexpr int kTile = tile, kBlock = kFirstCell / 8 + kTile;
             each<2 / SLOTS>([&](auto half) {
-                constexpr int kHalf = decltype(half)::value;
+                constexpr int kHalf = half;
                 float outputs[kRun];
-                each<kRun>([&](auto i_) {
-                    constexpr int i = decltype(i_)::value;
+                each<kRun>([&](auto i) {
                     outputs[i] = folded<i % SPAN_W, i / SPAN_W>(
-                        [&](auto tap, auto e) { return column<kBlock, kHalf, decltype(tap)::value, decltype(e)::value>(sums); },
+                        [&](auto tap, auto e) { return column<kBlock, kHalf, tap, e>(sums); },
                         before[kHalf], bias[kHalf], lane);
                 });
-                ELEMENT_T* to = stage + ((kHalf * 8 + g) * LINE_PITCH + (decltype(tile)::value * 8 + 2 * t) * SPAN_W);
+                ELEMENT_T* to = stage + ((kHalf * 8 + g) * LINE_PITCH + (kTile * 8 + 2 * t) * SPAN_W);
                 #pragma unroll
                 for (int i = 0; i < kRun; i += kWord) {
                     vector_t<kWord> word;

@@ -48,7 +48,7 @@
  * BLOCKS x SLOTS phases), CHANNEL_SETS; UNITS (of a chunk), CHUNKS; PING_PONG (weights stay, and all inputs of an item have a
  * stage: a turn ends only then); PRODUCERS (threads: 224, or 96 where BOXED), LOADED_TOGETHER (units that one has on their way); BOXED;
  * LANDING_UNITS (0 without), LANDING_STAGES, LANDING_BOX, PARTIAL_PIECES, SHARERS, LANDED_TURNS (see
- * load/landing.cuh); CHAIN (steps, of SPLIT); WIDE (inputs that are taken together), VECTOR_LOADS (units lie aligned in
+ * load/landing.cuh); WIDE (inputs that are taken together), VECTOR_LOADS (units lie aligned in
  * channels_last); PAIRING, STAGED, LINE_CELLS, VECTOR, PAIRED_CELLS (see epilogue/store_phases.cuh); INDEX_64.
  *
  * Tables, as initialisers: STEP_BEGIN (first step of each block of each phase set, and STEPS), PHASES (of each slot of each
@@ -91,10 +91,11 @@ __device__ __forceinline__ void produce_weights(const implicit_gemm_params& p, c
     }
 }
 
-/* Where weights stay, warpgroups multiply by turns (PING_PONG): the tensor cores do not stand still while one of them stores. For
+/* A warpgroup's part of item after item. `warpgroup` is the same for a whole warp, as far as the compiler can see.
+ *
+ * Where weights stay, warpgroups multiply by turns (PING_PONG): the tensor cores do not stand still while one of them stores. For
  * that the inputs of a whole item must fit their stages: the other warpgroup lets go of them in its turn.
  */
-/* A warpgroup's part of item after item. `warpgroup` is the same for a whole warp, as far as the compiler can see. */
 __device__ __forceinline__ void consume(const implicit_gemm_params& p, const stages_t& s, int warpgroup) {
     const int side = WARPGROUPS_M == 2 ? warpgroup : 0, place = WARPGROUPS_M == 2 ? 0 : warpgroup * COLUMNS;
     const bool speaker = threadIdx.x % 32 == 0;  // arrives at barriers for its warp
@@ -141,7 +142,7 @@ __device__ __forceinline__ void consume(const implicit_gemm_params& p, const sta
                     if (!settled) barrier_wait(s.weight_full[weights.stage], weights.parity);
                     wgmma_fence();
 #if SPLIT
-                    const bool first = step % CHAIN == 0;  // of a chain
+                    const bool first = step % kChain == 0;  // of a chain
                     #pragma unroll
                     for (int k = 0; k < kSteps; ++k) {
                         constexpr int kLeftPart = UNITS * kRows * 16;
@@ -152,7 +153,7 @@ __device__ __forceinline__ void consume(const implicit_gemm_params& p, const sta
                         wgmma<ELEMENT_T, COLUMNS>(chain, left_part, right_part, 1);
                     }
                     wgmma_commit();
-                    if ((step + 1) % CHAIN == 0 || step + 1 == steps) {
+                    if ((step + 1) % kChain == 0 || step + 1 == steps) {
                         wgmma_finish(chain);
                         #pragma unroll
                         for (int d = 0; d < COLUMNS / 2; ++d) sums[block][d] += chain[d];

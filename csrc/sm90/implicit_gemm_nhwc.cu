@@ -76,8 +76,6 @@ struct implicit_gemm_nhwc_params {
     unsigned long long by_strips, by_segments, by_across, by_strip_rows;  // reciprocals: numeric/divide.cuh
 };
 
-using axis_h = axis<KERNEL_H, STRIDE_H, PADDING_H, DILATION_H>;
-using axis_w = axis<KERNEL_W, STRIDE_W, PADDING_W, DILATION_W>;
 static_assert(axis_h::kPhases == STRIDE_H && axis_w::kPhases == STRIDE_W, "every phase has a tap");
 
 constexpr int kConsumers = 256, kProducers = 128, kThreads = kConsumers + kProducers;
@@ -239,7 +237,7 @@ struct outputs_t {
     template <int SHARE, int SHARES> __device__ __forceinline__ void store_share(const implicit_gemm_nhwc_params& p) const {
         constexpr int kAll = ROW_BLOCKS * 2 * kTurns, kFirst = kAll * SHARE / SHARES, kEnd = kAll * (SHARE + 1) / SHARES;
         each<kEnd - kFirst>([&](auto i) {
-            constexpr int kPart = kFirst + decltype(i)::value, kRow = kPart / kTurns;
+            constexpr int kPart = kFirst + i, kRow = kPart / kTurns;
             store<kRow / 2, kRow % 2, kPart % kTurns>(p);
         });
     }
@@ -299,7 +297,7 @@ __device__ __forceinline__ void consume(const implicit_gemm_nhwc_params& p, barr
             const descriptor_t right = PACKED ? descriptor_k_major(stage, LINES * 16, 128) : descriptor_mn_major(stage, kBoxBytes, 1024);
             const int further = h * axis_h::kShiftStep * p.patch_w + w * axis_w::kShiftStep;
             each<ROW_BLOCKS * kGroups>([&](auto which) {
-                constexpr int kGroup = decltype(which)::value, kBlock = kGroup / kGroups;
+                constexpr int kGroup = which, kBlock = kGroup / kGroups;
                 [[maybe_unused]] constexpr int kFirst = kGroup % kGroups * kTogether;  // product of a line
                 constexpr bool kLast = kGroup == ROW_BLOCKS * kGroups - 1;
                 const int line = lines[kBlock] + further, place = slots.stage * p.slot_bytes + line * 128;
@@ -351,7 +349,7 @@ __device__ __forceinline__ void consume(const implicit_gemm_nhwc_params& p, barr
             }
         };
         each<kShares>([&](auto share) {
-            constexpr int kShare = decltype(share)::value;
+            constexpr int kShare = share;
             step(kShare == 0, [&] {
                 if constexpr (DEFERRED_STORES) outputs.template store_share<kShare, kShares>(p);
             });

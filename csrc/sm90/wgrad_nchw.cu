@@ -68,19 +68,18 @@ constexpr int kCiTiles = ceil_div(CI, CI_TILE), kCoTiles = ceil_div(CO, kBlockCo
 constexpr int kItem = sizeof(ELEMENT_T), kElements = 4 / kItem, kPiece = 16 / kItem, kStepPixels = 32 / kItem;
 constexpr int kTilePixels = ROWS * PIXELS, kTileH = kTilePixels / TILE_W;
 constexpr int kLineSteps = PIXELS / kStepPixels, kSteps = ROWS * kLineSteps;
-constexpr int kVector = VECTOR;
-static_assert(STRIDE_W % kVector == 0, "vectors are aligned");
+static_assert(STRIDE_W % VECTOR == 0, "vectors are aligned");
 // Boxes begin at multiples of 16 bytes; kShift is how far before the first element that is needed, in LONG_ROWS of whole words.
 constexpr int kUnit = LONG_ROWS ? kElements : kPiece;
-constexpr int kShift = (kUnit - PADDING_W % kUnit) % kUnit, kFirst = kShift % (kElements * kVector);
+constexpr int kShift = (kUnit - PADDING_W % kUnit) % kUnit, kFirst = kShift % (kElements * VECTOR);
 constexpr bool kCut = LONG_ROWS && (PADDING_H > 0 || PADDING_W > 0);
 static_assert(!LONG_ROWS || VECTOR == 1, "rows begin at any word");
 // Words of a row of grad_output that the taps of a row need of a word of pixels.
 constexpr int kLastElement = kFirst + (TAPS_W - 1) * DILATION_W + (kElements - 1) * STRIDE_W;
-constexpr int kWords = kLastElement / kElements + 1, kVectors = ceil_div(kWords, kVector);
+constexpr int kWords = kLastElement / kElements + 1, kVectors = ceil_div(kWords, VECTOR);
 static_assert(kSetsW == 1 || SIDES_W * TAPS_W * DILATION_W % kUnit == 0,
               "all blocks shift alike");
-static_assert(SIDES_W == 1 || TAPS_W * DILATION_W % (kElements * kVector) == 0, "words of a side are aligned");
+static_assert(SIDES_W == 1 || TAPS_W * DILATION_W % (kElements * VECTOR) == 0, "words of a side are aligned");
 static_assert(SEGMENT % (kStepPixels / 2) == 0 && TILE_W % SEGMENT == 0 && PIXELS % TILE_W == 0,
               "the pixels of half a step lie in a segment");
 
@@ -248,12 +247,12 @@ __device__ __forceinline__ void load_left(
         const int slot = kSlotOf[pixel / SEGMENT][side_h * TAPS_H + TAP_ROW];
         const ELEMENT_T* from = rows + slot * kRow + i % 2 * 8 * ROW_PITCH + pixel % SEGMENT * STRIDE_W;
         if (LONG_ROWS) from += place_in_piece(first + kSlotRows[slot] * w_out + kSlotColumns[slot]);
-        unsigned words[kVectors * kVector];
+        unsigned words[kVectors * VECTOR];
         #pragma unroll
         for (int v = 0; v < kVectors; ++v) {
-            const words_t<4 * kVector> vector = reinterpret_cast<const words_t<4 * kVector>*>(from)[v];
+            const words_t<4 * VECTOR> vector = reinterpret_cast<const words_t<4 * VECTOR>*>(from)[v];
             #pragma unroll
-            for (int j = 0; j < kVector; ++j) words[v * kVector + j] = vector.word[j];
+            for (int j = 0; j < VECTOR; ++j) words[v * VECTOR + j] = vector.word[j];
         }
         #pragma unroll
         for (int tap = 0; tap < TAPS_W; ++tap) {
@@ -294,9 +293,9 @@ __device__ __forceinline__ void consume(const wgrad_nchw_params& p, const barrie
         const ELEMENT_T* rows = reinterpret_cast<const ELEMENT_T*>(stage + kLines) + begin;
         const descriptor_t lines = advance(all_lines, ring.stage * kStage);
         each<kSteps>([&](auto step_c) {
-            constexpr int kStep = decltype(step_c)::value;
+            constexpr int kStep = step_c;
             each<TAPS_H>([&](auto row_c) {
-                constexpr int kRowOfTaps = decltype(row_c)::value, kBuffer = (kStep * TAPS_H + kRowOfTaps) % 2;
+                constexpr int kRowOfTaps = row_c, kBuffer = (kStep * TAPS_H + kRowOfTaps) % 2;
                 load_left<kStep, kRowOfTaps>(left[kBuffer], rows, side_h, first, p.w_out);
                 wgmma_fence();
                 const descriptor_t right = advance(lines, kStep / kLineSteps * kBox + kStep % kLineSteps * 32);

@@ -35,7 +35,6 @@
 #include "ptx/pdl.cuh"
 #include "numeric/integers.cuh"
 #include "numeric/types.cuh"
-#include "geometry/phase.cuh"
 #include "pipeline/persistent.cuh"
 #include "ptx/tma.cuh"
 #include "numeric/unroll.cuh"
@@ -210,10 +209,10 @@ __device__ __forceinline__ void consume(const wgrad_nhwc_params& p, barriers_t& 
         const descriptor_t inputs = advance(all_inputs, ring.stage * kStage), outputs = advance(all_outputs, ring.stage * kStage);
         wgmma_fence();
         each<kSteps>([&](auto step_c) {
-            constexpr int kStep = decltype(step_c)::value;
+            constexpr int kStep = step_c;
             const descriptor_t left = advance(inputs, input_line(kStep) * kLine);
             each<kSums>([&](auto sum_c) {
-                constexpr int kSum = decltype(sum_c)::value, kTapH = kSum / kOwnW, kTapW = kSum % kOwnW;
+                constexpr int kSum = sum_c, kTapH = kSum / kOwnW, kTapW = kSum % kOwnW;
                 constexpr int kFirstW = kTapW / BOXES_W * (BOXES_W * MERGED) + kTapW % BOXES_W;
                 constexpr int kOffset = box_line(kStep) + tap_line<taps_h, BOXES_H>(kTapH, BOXES_W * kBox, kBoxW) +
                                         tap_line<taps_w, BOXES_W>(kFirstW, kBox, 1);
@@ -237,7 +236,7 @@ __device__ __forceinline__ void consume(const wgrad_nhwc_params& p, barriers_t& 
                        (static_cast<long long>(work.slice) * p.groups + work.group) * (KERNEL_H * KERNEL_W * CI) * kRow;
     constexpr int kUnits = ceil_div(kColumns / 8, kUnitBlocks);
     each<kSums * kUnits>([&](auto unit_c) {
-        constexpr int kUnit = decltype(unit_c)::value % kUnits, kSum = decltype(unit_c)::value / kUnits;
+        constexpr int kUnit = unit_c % kUnits, kSum = unit_c / kUnits;
         constexpr int kColumn = kUnit * kUnitBlocks * 8, kMerged = MERGED > 1 ? kColumn / kAtom : 0;
         constexpr int kBlocks = (kColumns - kColumn) / 8 < kUnitBlocks ? (kColumns - kColumn) / 8 : kUnitBlocks;
         constexpr int kOwn = (kSum % kOwnW / BOXES_W * MERGED + kMerged) * BOXES_W + kSum % kOwnW % BOXES_W;

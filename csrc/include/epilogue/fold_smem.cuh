@@ -4,18 +4,15 @@
  *
  * Macros: ELEMENT_T; KERNEL_, STRIDE_, PADDING_, DILATION_ with H and W, such that every phase has a tap; OUT_MORE_H,
  * OUT_MORE_W (rows and columns of outputs beyond STRIDE for each of the inputs, whatever their number; may be negative);
- * FOLD_PITCH (floats from a line of columns to the next); VECTOR (outputs that are stored together).
+ * FOLD_PITCH (floats from a line of columns to the next); VECTOR (outputs that are stored together). kTaps is the kernel's.
  */
 #pragma once
 
 #include "geometry/axis.cuh"
-#include "geometry/image.cuh"
 #include "numeric/integers.cuh"
 #include "numeric/types.cuh"
 #include "numeric/vector.cuh"
 
-using axis_h = axis<KERNEL_H, STRIDE_H, PADDING_H, DILATION_H>;
-using axis_w = axis<KERNEL_W, STRIDE_W, PADDING_W, DILATION_W>;
 static_assert(axis_h::kPhases == STRIDE_H && axis_w::kPhases == STRIDE_W, "every phase has a tap");
 
 /* Rows and columns of an image. */
@@ -36,7 +33,7 @@ constexpr bool kInPlace = axis_h::least_shift() == 0 && axis_h::largest_shift() 
 // The taps of a lane's outputs are then known only at run time.
 constexpr int kParts = DILATION_W == 1 ? STRIDE_W / VECTOR : 1, kRun = STRIDE_W / kParts;
 
-struct alignas(8) pair_t { float value[2]; };  // neighbouring columns, written at once
+using pair_t = vector_of<float, 2>;  // neighbouring columns, written at once
 
 /* The position of a cell: its image, its row and column there, its place in a line of columns; and whether it exists. */
 struct cell_t { bool is; int image, row, column, at; };

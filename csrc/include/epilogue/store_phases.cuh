@@ -89,16 +89,17 @@ __device__ __forceinline__ void store_tile(
     cell_t at = cell_at(p, first + own);
     if (kPartCount % 2 == 1) named_barrier_sync<128>(barrier);  // the last part of the tile before lay where the first of this one will
     each<kPartCount>([&](auto part) {
-        ELEMENT_T* const turned = stage + decltype(part)::value % 2 * kPlaces * kPixel;
+        constexpr int kFirstTile = part * (kPart / 8);
+        ELEMENT_T* const turned = stage + part % 2 * kPlaces * kPixel;
         each<kPart / 8>([&](auto tile) {
-            constexpr int j = decltype(part)::value * (kPart / 8) + decltype(tile)::value;
+            constexpr int n = tile, j = kFirstTile + n;
             each<BLOCKS * 2>([&](auto which) {
-                constexpr int block = decltype(which)::value / 2, e = decltype(which)::value % 2;
+                constexpr int block = which / 2, e = which % 2;
                 vector_t<2> pair;
                 #pragma unroll
                 for (int half = 0; half < 2; ++half)
                     pair.value[half] = narrow<ELEMENT_T>(sums[block][4 * j + 2 * half + e] + bias[half]);
-                const int place = block * kPart + decltype(tile)::value * 8 + 2 * t + e;
+                const int place = block * kPart + n * 8 + 2 * t + e;
                 *reinterpret_cast<vector_t<2>*>(turned + place * kPixel + warp * 16 + 2 * g) = pair;
             });
         });
@@ -161,16 +162,17 @@ __device__ __forceinline__ void store_tile(
     const index_t pixels = static_cast<index_t>(p.h_out) * p.w_out, image_stride = p.groups * OUT_CHANNELS * pixels;
     ELEMENT_T* const output = p.output + (item.group * OUT_CHANNELS + first_channel) * pixels;
     each<COLUMNS / kLineCells>([&](auto part) {
+        constexpr int kFirstTile = part * (kLineCells / 8);
         __syncwarp();
         each<kLineCells / 8>([&](auto tile) {
-            constexpr int j = decltype(part)::value * (kLineCells / 8) + decltype(tile)::value;
+            constexpr int n = tile, j = kFirstTile + n;
             each<BLOCKS * 2>([&](auto which) {
-                constexpr int block = decltype(which)::value / 2, e = decltype(which)::value % 2;
+                constexpr int block = which / 2, e = which % 2;
                 vector_t<2> pair;
                 #pragma unroll
                 for (int half = 0; half < 2; ++half)
                     pair.value[half] = narrow<ELEMENT_T>(sums[block][4 * j + 2 * half + e] + bias);
-                const int cell = decltype(tile)::value * 8 + 2 * t + e;
+                const int cell = n * 8 + 2 * t + e;
                 const int place = line * kLine + cell * SPAN_W + block * SLOTS + row.slot;
                 *reinterpret_cast<vector_t<2>*>(stage + place) = pair;
             });
@@ -180,7 +182,7 @@ __device__ __forceinline__ void store_tile(
         #pragma unroll
         for (int own = 0; own < kOwnPlaces; ++own) {
             const int place = (own * 32 + lane) % kLinePieces * VECTOR;
-            const cell_t at = cell_at(p, first + decltype(part)::value * kLineCells + place / SPAN_W);
+            const cell_t at = cell_at(p, first + part * kLineCells + place / SPAN_W);
             ELEMENT_T* target = target_of_piece(p, output, at, row_phase, place, image_stride);
             if (target == nullptr) continue;
             #pragma unroll
@@ -252,11 +254,12 @@ __device__ __forceinline__ void store_tile(
         at[i] = cell_at(p, first + own[i] / kInner);
     }
     each<COLUMNS / kLineCells>([&](auto part) {
+        constexpr int kFirstTile = part * (kLineCells / 8);
         __syncwarp();
         each<kLineCells / 8>([&](auto tile) {
-            constexpr int j = decltype(part)::value * (kLineCells / 8) + decltype(tile)::value;
+            constexpr int n = tile, j = kFirstTile + n;
             each<kOuter>([&](auto outer_) {
-                constexpr int outer = decltype(outer_)::value;
+                constexpr int outer = outer_;
                 vector_t<kWord> run[kRun / kWord];
                 #pragma unroll
                 for (int i = 0; i < kRun; ++i) {
@@ -264,7 +267,7 @@ __device__ __forceinline__ void store_tile(
                     run[i / kWord].value[i % kWord] = narrow<ELEMENT_T>(
                         sums[block_of(outer, inner)][4 * j + 2 * half_of(outer, inner) + e] + bias[outer]);
                 }
-                ELEMENT_T* target = stage + (outer * 8 + g) * kLine + (decltype(tile)::value * 8 + 2 * t) * kInner;
+                ELEMENT_T* target = stage + (outer * 8 + g) * kLine + (n * 8 + 2 * t) * kInner;
                 #pragma unroll
                 for (int word = 0; word < kRun / kWord; ++word)
                     *reinterpret_cast<vector_t<kWord>*>(target + word * kWord) = run[word];
@@ -358,14 +361,14 @@ __device__ __forceinline__ void store_tile(
                     p.output + (CHANNELS_LAST ? (at.image * pixels + pixel) * channels : at.image * channels * pixels + pixel);
                 const index_t next_cell = static_cast<index_t>(SPAN_W) * (CHANNELS_LAST ? channels : 1);
                 each<kOuter>([&](auto outer_) {
-                    constexpr int outer = decltype(outer_)::value;
+                    constexpr int outer = outer_;
                     if (at.row * SPAN_H + row_phase[outer] >= p.h_out) return;
                     #pragma unroll
                     for (int e = 0; e < kCells; ++e) {
                         float values[kInner];
                         #pragma unroll
                         for (int v = 0; v < kInner; ++v)
-                            values[v] = sums[block_of(outer, v)][4 * decltype(j)::value + 2 * half_of(outer, v) + i + e] +
+                            values[v] = sums[block_of(outer, v)][4 * j + 2 * half_of(outer, v) + i + e] +
                                         bias[outer][v];
                         // Outputs of the run that there are: channels, or columns.
                         const int left = p.w_out - ((cell + e) * SPAN_W + column_phase[outer]);

@@ -12,10 +12,35 @@
 #include "numeric/types.cuh"
 #include "ptx/keep.cuh"
 
+/* Elements of a run that a thread puts into the stage at once. */
+__device__ constexpr int put_at_once(int run, int item_bytes) {
+    const int divisor = run & -run;
+    return divisor < 16 / item_bytes ? divisor : 16 / item_bytes;
+}
+
 /* Elements from a thread's run of a stage to the next one's: an odd number of 16 bytes, or of what divides the run. */
 __device__ constexpr int run_pitch(int run, int item_bytes) {
-    const int divisor = run & -run, put = divisor < 16 / item_bytes ? divisor : 16 / item_bytes;
+    const int put = put_at_once(run, item_bytes);
     return (run / put | 1) * put;
+}
+
+/* Puts AT_ONCE runs of each thread of a warp, from `run0` on, into the stage, PITCH elements from a thread's to the next one's. */
+template <int RUNS, int RUN, int AT_ONCE, int PITCH, typename T, typename VALUE>
+__device__ __forceinline__ void stage_runs(T* stage, int run0, const VALUE& value) {
+    constexpr int kPut = put_at_once(RUN, sizeof(T));
+    __syncwarp();
+    #pragma unroll
+    for (int run = 0; run < AT_ONCE; ++run) {
+        if (run0 + run >= RUNS) continue;
+        #pragma unroll
+        for (int i = 0; i < RUN; i += kPut) {
+            vector_of<T, kPut> part;
+            #pragma unroll
+            for (int e = 0; e < kPut; ++e) part.value[e] = value(run0 + run, i + e);
+            *reinterpret_cast<vector_of<T, kPut>*>(stage + (run * 32 + threadIdx.x % 32) * PITCH + i) = part;
+        }
+    }
+    __syncwarp();
 }
 
 /* A line: where in the output it starts, and how many elements of it there are. */
@@ -28,25 +53,12 @@ template <int RUNS, int RUN, int LANES, int WIDTH, int STAGE_BYTES, typename T, 
 __device__ __forceinline__ void store_runs(
     T* output, T* stage, int runs, index_t run_distance, VALUE value, LINE_OF line_of) {
     constexpr int kItem = sizeof(T), kFit = STAGE_BYTES / (32 * RUN * kItem), kAtOnce = kFit < RUNS ? kFit : RUNS;
-    constexpr int kDivisor = RUN & -RUN, kPut = kDivisor < 16 / kItem ? kDivisor : 16 / kItem;
     constexpr int kLineVectors = LANES * RUN / WIDTH;
     static_assert(kAtOnce > 0, "a warp's stage holds no run");
     const int lane = threadIdx.x % 32;
     #pragma unroll
     for (int run0 = 0; run0 < RUNS; run0 += kAtOnce) {
-        __syncwarp();
-        #pragma unroll
-        for (int run = 0; run < kAtOnce; ++run) {
-            if (run0 + run >= RUNS) continue;
-            #pragma unroll
-            for (int i = 0; i < RUN; i += kPut) {
-                vector_of<T, kPut> part;
-                #pragma unroll
-                for (int e = 0; e < kPut; ++e) part.value[e] = value(run0 + run, i + e);
-                *reinterpret_cast<vector_of<T, kPut>*>(stage + (run * 32 + lane) * RUN + i) = part;
-            }
-        }
-        __syncwarp();
+        stage_runs<RUNS, RUN, kAtOnce, RUN>(stage, run0, value);
         // Stores count vectors of each run, 32 apart, the first the vector-th of its line and in the stage number first.
         const auto store = [&](const line_t& line, int vector, int first, int count) {
             index_t at = line.first + (run0 * run_distance + vector * WIDTH);
@@ -83,26 +95,14 @@ struct apart_t { long long first; int runs; };
 template <int RUNS, int RUN, int WIDTH, int STAGE_BYTES, typename T, typename VALUE, typename RUNS_OF>
 __device__ __forceinline__ void store_runs_apart(
     T* output, T* stage, int elements, index_t run_distance, VALUE value, RUNS_OF runs_of) {
-    constexpr int kItem = sizeof(T), kDivisor = RUN & -RUN, kPut = kDivisor < 16 / kItem ? kDivisor : 16 / kItem;
+    constexpr int kItem = sizeof(T);
     constexpr int kPitch = run_pitch(RUN, kItem), kFit = STAGE_BYTES / (32 * kPitch * kItem);
     constexpr int kAtOnce = kFit < RUNS ? kFit : RUNS, kVectors = RUN / WIDTH;
     static_assert(kAtOnce > 0, "a warp's stage holds no run");
     const int lane = threadIdx.x % 32;
     #pragma unroll
     for (int run0 = 0; run0 < RUNS; run0 += kAtOnce) {
-        __syncwarp();
-        #pragma unroll
-        for (int run = 0; run < kAtOnce; ++run) {
-            if (run0 + run >= RUNS) continue;
-            #pragma unroll
-            for (int i = 0; i < RUN; i += kPut) {
-                vector_of<T, kPut> part;
-                #pragma unroll
-                for (int e = 0; e < kPut; ++e) part.value[e] = value(run0 + run, i + e);
-                *reinterpret_cast<vector_of<T, kPut>*>(stage + (run * 32 + lane) * kPitch + i) = part;
-            }
-        }
-        __syncwarp();
+        stage_runs<RUNS, RUN, kAtOnce, kPitch>(stage, run0, value);
         #pragma unroll
         for (int v = 0; v < kVectors; ++v) {
             const int thread = (v * 32 + lane) / kVectors, element = (v * 32 + lane) % kVectors * WIDTH;

@@ -4,7 +4,7 @@
  *
  * In each pass all warps lay out kPassTiles tiles of 8 channels in shared memory as the output has them: lines of the outputs of
  * all cells and PHASES phases, one for each channel, or lines of channels, one for each output. Then neighbouring threads store
- * neighbours of a line, VECTOR at once. A bias is added and an activation applied in float32, which is rounded once.
+ * neighbours of a line, VECTOR at once. A bias is added in float32, which is rounded once.
  *
  *   PHASES = 2, TILE_W = 16: a row of cells is 32 neighbouring outputs; warps of phase 0 have those of even columns
  *
@@ -22,10 +22,6 @@ constexpr int kLine = (CHANNELS_LAST ? kStaged : kOutputs) + kLinePad, kLines = 
 constexpr int kVectors = (CHANNELS_LAST ? kStaged : kOutputs) / VECTOR, kAcross = least(kVectors, kThreads), kDown = kThreads / kAcross;
 static_assert(TILES_N % kPassTiles == 0, "passes come out even");
 
-struct identity_t {
-    __device__ __forceinline__ float operator()(float value) const { return value; }
-};
-
 /* Place of each output of the tile in its image, -1 outside; phases are counted first, then cells. */
 __device__ __forceinline__ void find_outputs(const gemm_mma_params& p, const block_t& block, index_t* places) {
     for (int i = threadIdx.x; i < kOutputs; i += kThreads) {
@@ -37,10 +33,9 @@ __device__ __forceinline__ void find_outputs(const gemm_mma_params& p, const blo
     }
 }
 
-template <typename ACTIVATION>
 __device__ __forceinline__ void store_tile(
     const gemm_mma_params& p, const block_t& block, const sums_t& sums, index_t* places, unsigned char* shared_outputs, int warp_m,
-    int warp_n, const ACTIVATION& activation) {
+    int warp_n) {
     using stored_t = vector_of<output_t, VECTOR>;
     output_t* staged = reinterpret_cast<output_t*>(shared_outputs);
     const int lane = threadIdx.x % 32, part = warp_n / PHASES, block_channel = block.channel_block * kChannels;
@@ -72,7 +67,7 @@ __device__ __forceinline__ void store_tile(
                     vector_of<output_t, 2> pair;
                     #pragma unroll
                     for (int e = 0; e < 2; ++e)
-                        pair.value[e] = narrow<output_t>(activation(sums[m][pass * kPassTiles + n][half * 2 + e] + bias[e]));
+                        pair.value[e] = narrow<output_t>(sums[m][pass * kPassTiles + n][half * 2 + e] + bias[e]);
                     if (CHANNELS_LAST) *reinterpret_cast<vector_of<output_t, 2>*>(staged + at * kLine + line) = pair;
                     else staged[line * kLine + at] = pair.value[0], staged[(line + 1) * kLine + at] = pair.value[1];
                 }

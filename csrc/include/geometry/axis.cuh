@@ -7,11 +7,12 @@
  *
  * Taps kStep = S / gcd(S, D) apart serve the same r, so r has taps iff one of the first kStep taps is its: it is called
  * after that tap, phase t, t < kPhases. The other r, as with S=5 D=2 K=3 two of five, hold the bias alone.
+ *
+ * Macros: KERNEL_, STRIDE_, PADDING_, DILATION_ with H and W.
  */
 #pragma once
 
 #include "numeric/integers.cuh"
-#include "geometry/phase.cuh"
 
 constexpr int kNone = -1;
 
@@ -52,3 +53,5 @@ template <int KERNEL, int STRIDE, int PADDING, int DILATION> struct axis {
         return largest;
     }
 };
+using axis_h = axis<KERNEL_H, STRIDE_H, PADDING_H, DILATION_H>;
+using axis_w = axis<KERNEL_W, STRIDE_W, PADDING_W, DILATION_W>;

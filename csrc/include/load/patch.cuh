@@ -178,6 +178,16 @@ __device__ __forceinline__ void store_patch(accumulate_t* patch, const pack_t (&
     }
 }
 
+/* Stores the patch: in one batch that has been fetched already or, with FETCH, fetched and stored batch after batch. */
+template <bool FETCH, int COUNT>
+__device__ __forceinline__ void stage_patch(accumulate_t* patch, pack_t (&packs)[COUNT][kSteps], const patch_source& source) {
+    #pragma unroll 1
+    for (int pass = 0; pass < kPasses; pass += COUNT) {
+        if (FETCH) fetch_patch(packs, source, pass);
+        store_patch(patch, packs, pass);
+    }
+}
+
 /* Offset in the patch from a thread's first row and column to the value that a tap reads. */
 __device__ constexpr int tap_place(int row, int tap_h, int tap_w) {
     return (row * patch_h::kPitch + patch_h::place(tap_h)) * kRowPitch +

@@ -27,14 +27,6 @@ template <int PARTS, typename T> __device__ __forceinline__ parts_t<PARTS> round
 /* Rounds elements in registers to the operands of a product, as a unit for each part. */
 template <int PARTS, typename T> __device__ __forceinline__ parts_t<PARTS> pack_unit(const T (&values)[elements_of_unit<T>]) {
     unit_t unit;
-    #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        if constexpr (sizeof(T) == 4) {
-            unit.word[i] = __float_as_uint(values[i]);
-        } else {
-            const T pair[2] = {values[2 * i], values[2 * i + 1]};
-            unit.word[i] = mma_words<T>::pack(pair);
-        }
-    }
+    as_words<4>(unit.word, values);
     return rounded_unit<PARTS, T>(unit);
 }

@@ -21,31 +21,15 @@ constexpr int kWindowRows = ROWS + kHaloH, kWindowW = CELLS + kHaloW;
 constexpr bool kHolds = kWindowRows * kWindowW * PLANE_VECTOR <= 64 &&
                         KERNEL_H * KERNEL_W * ROWS * CELLS * PLANE_VECTOR <= 512;
 constexpr bool kVectorLoads = !CHANNELS_LAST && CELLS > 1 && kFirstW <= 0 && kHaloW + kFirstW >= 0;
-struct alignas(16) weight_quad_t { accumulate_t value[4]; };
 
-constexpr int kNeighbours = CELLS * STRIDE_W;
 constexpr int kWeightBytes = kPlaneThreads * kPlaneQuads * static_cast<int>(sizeof(weight_quad_t));
 constexpr int kStageBytes = (SHARED_BYTES - kWeightBytes) / (kThreads / 32) / 16 * 16;  // of a warp
 static_assert(kWeightBytes <= SHARED_BYTES, "the weights do not fit the shared memory of the launch");
-extern __shared__ __align__(16) unsigned char shared[];
 
 using window_row_t = accumulate_t[kWindowW][PLANE_VECTOR];
 using sums_t = accumulate_t[CELLS * axis_w::kPhases][PLANE_VECTOR];
 
-struct column_phases_t { int of[STRIDE_W]; };
-__device__ constexpr column_phases_t column_phases() {
-    column_phases_t phases{};
-    for (int r = 0; r < STRIDE_W; ++r) phases.of[r] = axis_w::phase(r);
-    return phases;
-}
-__device__ constexpr column_phases_t kColumnPhases = column_phases();
-struct row_phases_t { int of[STRIDE_H]; };
-__device__ constexpr row_phases_t row_phases() {
-    row_phases_t phases{};
-    for (int r = 0; r < STRIDE_H; ++r) phases.of[r] = axis_h::phase(r);
-    return phases;
-}
-__device__ constexpr row_phases_t kRowPhases = row_phases();
+__device__ constexpr phases_t<STRIDE_H> kRowPhases = phases_of<axis_h, STRIDE_H>();
 
 /* The position of a thread in the tile. */
 struct place_t { int lane, row, plane; };

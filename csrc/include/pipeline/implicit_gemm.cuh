@@ -76,7 +76,7 @@ constexpr int kConsumerRegisters = PRODUCERS == 96 ? 184 : kSumRegisters < kLeas
 constexpr int kProducerRegisters = (kRegisters * kThreads - 256 * kConsumerRegisters) / kProducers / 8 * 8;
 static_assert(kProducerRegisters <= kRegisters && kRegisters <= kConsumerRegisters, "registers are given up, and taken");
 constexpr int kElements = elements_of_unit<ELEMENT_T>;
-constexpr int kParts = SPLIT ? 2 : 1;
+constexpr int kParts = SPLIT ? 2 : 1, kChain = 2;  // steps of SPLIT whose sums stay in the tensor core
 constexpr int kRows = WARPGROUPS_M * 64;
 constexpr int kTile = 2 / WARPGROUPS_M * COLUMNS;  // positions
 constexpr int kPlanes = UNIT_H * UNIT_W;
@@ -95,18 +95,14 @@ static_assert(UNITS % 2 == 0, "a step of wgmma is two units");
 __constant__ constexpr int kStepBegin[] = STEP_BEGIN;
 __constant__ constexpr int kPhases[] = PHASES;
 
-/* The most steps of a block of a phase set. */
-__device__ constexpr int most_steps() {
-    int most = 0;
-    for (int i = 0; i < PHASE_SETS * BLOCKS; ++i) {
-        const int steps = kStepBegin[i + 1] - kStepBegin[i];
-        most = steps > most ? steps : most;
-    }
-    return most;
-}
-constexpr int kMostSteps = most_steps();
+// The most steps of a block of a phase set.
+constexpr int kMostSteps = [] {
+    int steps = 0;
+    for (int i = 0; i < PHASE_SETS * BLOCKS; ++i) steps = most(steps, kStepBegin[i + 1] - kStepBegin[i]);
+    return steps;
+}();
 // More would take longer to compile, and long ones would fill the instruction cache.
-constexpr int kUnrolledSteps = SPLIT ? CHAIN : kMostSteps * BLOCKS <= 28 ? least(kMostSteps, 4) : 1;
+constexpr int kUnrolledSteps = SPLIT ? kChain : kMostSteps * BLOCKS <= 28 ? least(kMostSteps, 4) : 1;
 
 // How inputs land; see load/landing.cuh.
 constexpr int kPiece = kElements;  // elements of 16 bytes

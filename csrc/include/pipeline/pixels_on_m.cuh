@@ -7,23 +7,21 @@
  * (ptx/wgmma.cuh); tensor cores take TF32 K-major alone, and weights/pack.cu lays it out (PACKED).
  *
  * An item is so many positions, up to ROW_BLOCKS * 128, across images or one of an image's windows, and some blocks of LINES
- * lines. Each of two warpgroups has 64 of every 128 positions. PRODUCERS threads bring inputs to slots, one thread the weights
+ * lines. Each of two warpgroups has 64 of every 128 positions. kLoaders threads bring inputs to slots, one thread the weights
  * to stages, each of 128 bytes of channels. Slots are kept for all lines of an item where it has more than one block of them
  * and all fit, else both come together.
  *
  * Macros, of which PIECE alone depends on sizes: ELEMENT_T, PACKED (1 for float32, 0 for 16 bits); KERNEL_H, KERNEL_W;
  * WHOLE_CHANNELS (1 where channels are whole slots); LEAST_CHUNKS (1 for one slot of channels, 2 for an even number, 3 for any
  * other; 1 for all where ROW_BLOCKS is 2); ROW_BLOCKS (of 128 positions); WINDOWED (1 where items are windows, 0 where they go
- * across images); LINES (a multiple of 16 up to 256, with all taps of its output channels); PRODUCERS; CONSUMER_REGISTERS,
- * PRODUCER_REGISTERS (of a thread that multiplies or does not); PIECE (inputs that are copied together); OWN_BYTES (of shared
- * memory that the kernel has for itself, a multiple of 16).
+ * across images); LINES (a multiple of 16 up to 256, with all taps of its output channels); PIECE (inputs that are copied
+ * together); OWN_BYTES (of shared memory that the kernel has for itself, a multiple of 16).
  */
 #pragma once
 
 #define WGMMA_COLUMNS LINES
 #include "ptx/cp_async.cuh"
 #include "ptx/pdl.cuh"
-#include "geometry/image.cuh"
 #include "numeric/divide.cuh"
 #include "numeric/integers.cuh"
 #include "pipeline/persistent.cuh"
@@ -53,7 +51,7 @@ struct pixels_on_m_params {
     int slots, stages, first_stage, first_own, first_barrier;  // the last in bytes of shared memory
 };
 
-constexpr int kItem = sizeof(ELEMENT_T);
+constexpr int kItem = sizeof(ELEMENT_T), kTaps = KERNEL_H * KERNEL_W;
 constexpr int kBlockPositions = 128, kPositions = ROW_BLOCKS * kBlockPositions, kBlockOuts = LINES / kTaps;
 static_assert(LINES % 16 == 0 && LINES % kTaps == 0, "a block has all taps of its output channels");
 
@@ -63,7 +61,7 @@ static_assert(LINES % 16 == 0 && LINES % kTaps == 0, "a block has all taps of it
 constexpr int kChannels = 128 / kItem, kSteps = 4;  // of a slot; products of them
 constexpr int kRowBytes = kPositions * kItem, kSlotBytes = kChannels * kRowBytes;
 constexpr int kBoxBytes = 64 * 128, kStageBytes = PACKED ? LINES * 128 : ceil_div(LINES, 64) * kBoxBytes;
-constexpr int kConsumers = 256, kProducers = PRODUCERS + 32, kThreads = kConsumers + kProducers;
+constexpr int kConsumers = 256, kLoaders = 96, kProducers = kLoaders + 32, kThreads = kConsumers + kProducers;
 extern __shared__ __align__(1024) unsigned char shared[];
 __device__ __forceinline__ unsigned char* slot_of(int slot) { return shared + slot * kSlotBytes; }
 __device__ __forceinline__ unsigned char* stage_of(const pixels_on_m_params& p, int stage) {
@@ -125,8 +123,8 @@ __device__ __forceinline__ void produce_weights(const pixels_on_m_params& p) {
 
 /* Begins to copy the inputs of all items: pieces of positions that stay the thread's, channel by channel. */
 __device__ __forceinline__ void produce_inputs(const pixels_on_m_params& p) {
-    constexpr int kPieces = kBlockPositions / PIECE, kAtOnce = PRODUCERS / kPieces;  // of a channel; channels
-    static_assert(PRODUCERS % kPieces == 0, "threads have whole channels");
+    constexpr int kPieces = kBlockPositions / PIECE, kAtOnce = kLoaders / kPieces;  // of a channel; channels
+    static_assert(kLoaders % kPieces == 0, "threads have whole channels");
     const int thread = threadIdx.x - 32, first = thread / kPieces, piece = thread % kPieces * PIECE;
     const int pixels = p.in_h * p.in_w;
     ring_t ring;
@@ -231,8 +229,8 @@ __device__ __forceinline__ void multiply(
         const unsigned char* stage = stage_of(p, ring.stage);
         const descriptor_t right = PACKED ? descriptor_k_major(stage, LINES * 16, 128) : descriptor_mn_major(stage, kBoxBytes, 1024);
         each<ROW_BLOCKS>([&](auto row) {
-            constexpr int kRow = decltype(row)::value;
-            inputs_t& own = words[ROW_BLOCKS == 1 ? decltype(half)::value : kRow];
+            constexpr int kRow = row;
+            inputs_t& own = words[ROW_BLOCKS == 1 ? half : kRow];
             load_inputs<PAIRED>(own, slot_of(slots.stage), kRow * 8 + warp);
             if (kRow == 0) barrier_wait(barriers_of_stage(p, ring.stage).full, ring.parity);
             wgmma_fence();
@@ -253,13 +251,13 @@ __device__ __forceinline__ void multiply(
         slots.advance(p.slots);
     };
     each<SHARES>([&](auto share) {
-        step(constant<decltype(share)::value % 2>(), decltype(share)::value, [&] { meanwhile(share); });
+        step(constant<share % 2>(), share, [&] { meanwhile(share); });
     });
     if constexpr (LEAST_CHUNKS > 1 || SHARES == 0) {
         #pragma unroll 1
         for (int chunk = SHARES; chunk < p.chunks; chunk += kHalves)
             each<kHalves>([&](auto half) {
-                constexpr int kHalf = decltype(half)::value;
+                constexpr int kHalf = half;
                 step(constant<(SHARES + kHalf) % 2>(), chunk + kHalf, [] {});
             });
     }
@@ -301,13 +299,17 @@ struct biases_t {
     }
 };
 
-/* Runs producers and consumers; `consume` gets the number of a consumer warp. */
-template <typename CONSUME> __device__ __forceinline__ void run(const pixels_on_m_params& p, const CONSUME& consume) {
+/* Runs producers and consumers, with so many registers of a thread that multiplies or does not; all begin with 168. `consume`
+ * gets the number of a consumer warp.
+ */
+template <int CONSUMER_REGISTERS, int PRODUCER_REGISTERS, typename CONSUME>
+__device__ __forceinline__ void run(const pixels_on_m_params& p, const CONSUME& consume) {
+    static_assert(2 * CONSUMER_REGISTERS + PRODUCER_REGISTERS <= 3 * 168, "no more are taken than are given up");
     init_barriers<kThreads / 32>([&](int warp) {  // each warp some of them
         #pragma unroll 1
         for (int i = warp; i < p.slots + p.stages; i += kThreads / 32) {
             const bool slot = i < p.slots;
-            barrier_init(barriers_of_slot(p, i).full, slot ? PRODUCERS : 1);
+            barrier_init(barriers_of_slot(p, i).full, slot ? kLoaders : 1);
             barrier_init(barriers_of_slot(p, i).empty, slot ? kConsumers : kConsumers / 32);
         }
     });

@@ -47,6 +47,15 @@ template <typename T> struct pairs_of {
 
 template <typename T> struct mma_words;
 
+/* Neighbouring values as words, which are not rounded. */
+template <int COUNT, typename T> __device__ __forceinline__ void as_words(unsigned* words, const T* values) {
+    #pragma unroll
+    for (int i = 0; i < COUNT; ++i) {
+        if constexpr (sizeof(T) == 4) words[i] = __float_as_uint(values[i]);
+        else words[i] = values[2 * i].bits | static_cast<unsigned>(values[2 * i + 1].bits) << 16;
+    }
+}
+
 template <> struct mma_words<half_t> : pairs_of<half_t> {
     static __device__ __forceinline__ void mma(float (&d)[4], const a_words_t& a, unsigned b0, unsigned b1) {
         asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"

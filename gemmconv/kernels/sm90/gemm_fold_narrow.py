@@ -34,7 +34,7 @@ from gemmconv.kernels.program import (
     weight_steps,
 )
 from gemmconv.kernels.sm90.base import FAST_CLOCK_RATE, Sm90Kernel, image_map, variant_of
-from gemmconv.kernels.sm90.implicit_gemm_plan import CHAIN, SHARED_BYTES
+from gemmconv.kernels.sm90.implicit_gemm_plan import SHARED_BYTES
 
 Variant = tuple[int, bool, bool, int]  # itemsize, split, channels_last and multiprocessors of a tile
 
@@ -459,7 +459,6 @@ def macros_of(tile: Tile, dtype: torch.dtype) -> Macros:
         "ELEMENT_T": ELEMENT_TYPES[dtype],
         **named_macros(p, "in_channels out_channels"),
         **named_macros(tile, "channels_last split"),
-        "CHAIN": CHAIN,
         "CHANNEL_STEPS": tile.steps,
         "LINES": tile.whole_lines,
         **named_macros(tile, "stages warpgroups folders"),
@@ -503,8 +502,6 @@ class GemmFoldNarrow(Sm90Kernel):
 
     def program(self, config: Config, direction: Pass, tile: Tile) -> Program:
         p = config.problem
-        dividing = reciprocal(p.input_size[1]), reciprocal(tile.cells)
-        whole_rows: Params = {"by_w_in, by_cells_w": dividing, "turns": tile.turns}
         params: Params = {
             **({"map": tile.input_map} if tile.boxed else {}),
             "input, weight, bias, output": ("input", "weight", "bias", "output"),
@@ -512,7 +509,8 @@ class GemmFoldNarrow(Sm90Kernel):
             "cells_h, cells_w": cells_of(p),
             "strips, segments, segment_rows, items": (tile.strips, tile.segments, tile.segment_rows, tile.items),
             **weight_steps(p),
-            **(whole_rows if tile.whole else {}),
+            "by_w_in, by_cells_w": (reciprocal(p.input_size[1]), reciprocal(tile.cells)),
+            "turns": tile.turns,
         }
         grid, block = (even_share(tile.items, blocks_at_once(tile)), 1, 1), (tile.threads, 1, 1)
         macros = macros_of(tile, config.dtype)

@@ -71,8 +71,6 @@ class Tile(PositionRows):
     window: int
     compiled: Pair = (1, 1)
 
-    registers = 208, 88
-
     def of_items(self, images: int, window: int, sets: int) -> Tile:
         """This tile with other items and as many blocks of rows, which leave :attr:`fold_outs` as it is."""
         return changed(self, images=images, window=window, sets=sets, fold_outs=self.fold_outs)

@@ -30,7 +30,7 @@ from gemmconv.kernels.program import (
 )
 from gemmconv.kernels.sm90.base import CLOCK_RATE, Sm90Kernel, variant_of
 from gemmconv.kernels.sm90.implicit_gemm_choice import plan_of, plans_of, with_other_columns
-from gemmconv.kernels.sm90.implicit_gemm_plan import BLOCK_ROWS, CHAIN, PHASE_BASE, SHARED_BYTES, Plan
+from gemmconv.kernels.sm90.implicit_gemm_plan import BLOCK_ROWS, PHASE_BASE, SHARED_BYTES, Plan
 from gemmconv.kernels.weights import pack
 
 _COST = costs_of("sm90/implicit_gemm")
@@ -51,7 +51,6 @@ def macros_of(plan: Plan, dtype: torch.dtype) -> Macros:
         "PHASES": table([-1 if phase is None else phase[0] * PHASE_BASE + phase[1] for phase in phases]),
         **named_macros(plan, "unit span columns channels_last"),
         "PING_PONG": int(plan.turns),
-        "CHAIN": CHAIN,
         **named_macros(plan, "pairing staged line_cells vector"),
         "PAIRED_CELLS": int(plan.staged or plan.pitch % 2 == 0),
         "VECTOR_LOADS": int(plan.vector_loads),

@@ -29,7 +29,6 @@ from gemmconv.kernels.sm90.implicit_gemm_cost import (
 from gemmconv.kernels.weights.pack import MOST_ENTRIES, ROWS_CHANNELS, ROWS_LINES, ROWS_PLAIN, ROWS_SLOTS
 
 SHARED_BYTES = REFERENCE.shared_bytes
-CHAIN = 2  # steps of split float32 whose sums stay in the tensor core
 _BARRIER_BYTES = 8
 _UNIT_BYTES = 16
 BLOCK_ROWS, _WARP_ROWS = 64, 16

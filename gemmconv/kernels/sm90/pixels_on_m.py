@@ -54,8 +54,6 @@ class PositionRows:
         windows: how many windows an image has, positions from one to the next, and positions of a window before that of
             its first cell.
         own_bytes: bytes of shared memory that the epilogue needs, beside slots, stages, biases and barriers.
-        registers: registers of a consumer thread and of a producer thread, which leaves it some: the kernel starts with
-            168 for each of its 384 threads.
     """
 
     problem: Problem
@@ -69,7 +67,6 @@ class PositionRows:
     cells_of_image = 1, 1
     windows = 1, 0, 0
     own_bytes = 0
-    registers = 224, 56
 
     @property
     def input_size(self) -> Pair:
