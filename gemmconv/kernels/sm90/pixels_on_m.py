@@ -216,9 +216,6 @@ def macros_of(tile: PositionRows, dtype: torch.dtype) -> Macros:
         "ROW_BLOCKS": tile.row_blocks,
         "WINDOWED": int(tile.windows[0] > 1),
         "LINES": tile.lines,
-        "PRODUCERS": _LOADERS,
-        "CONSUMER_REGISTERS": tile.registers[0],
-        "PRODUCER_REGISTERS": tile.registers[1],
         **named_macros(tile, "piece own_bytes"),
     }
 
