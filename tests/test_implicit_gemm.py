@@ -1,39 +1,27 @@
-"""The plans of csrc/sm90/implicit_gemm.cu leave out no product, and what they promise of places holds. No kernel runs.
+"""The plans of csrc/sm90/implicit_gemm.cu: any of them, by a seed, and what they promise of a block. No kernel runs.
 
-What the kernels work out from a plan (rows, taps, places of inputs, runs of outputs) is written here again.
+What kernels compute by these plans, tests/test_kernels.py compares with the reference.
 """
 
 import functools
-import itertools
 import math
-from collections import Counter
 from dataclasses import replace
 from random import Random
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.workloads import SUITES
 from gemmconv import Problem
 from gemmconv.algorithms import fused
 from gemmconv.kernels.base import Config
 from gemmconv.kernels.program import reciprocal
 from gemmconv.kernels.sm90 import implicit_gemm
 from gemmconv.kernels.sm90.implicit_gemm_choice import plan_of, plans_of
-from gemmconv.kernels.sm90.implicit_gemm_plan import (
-    PAIR_BLOCKS,
-    PAIR_NONE,
-    PAIR_ROWS,
-    SHARED_BYTES,
-)
-from gemmconv.kernels.weights.pack import ROWS_CHANNELS, ROWS_LINES, ROWS_PLAIN, ROWS_SLOTS
+from gemmconv.kernels.sm90.implicit_gemm_plan import SHARED_BYTES
 from tests.samples import tile_for
-from tests.test_geometry import scattered
 
-VECTOR_BYTES = 16  # the most that a thread stores at once
 CONSTANT_BYTES = 64 << 10  # of all tables of a kernel
 DIRECTIONS = ("forward", "input_grad")
 EXAMPLES = settings.default.max_examples
@@ -139,188 +127,31 @@ def test_random_plans_are_of_every_kind():
     assert {plan.problem.groups > 1 for plan in found} == {plan.lined for plan in found} == {True, False}
 
 
-def plans(most_outputs=1_000_000):
-    """Plans by their seed, so that tests share them: finding a plan takes longer than most tests of it."""
-    return st.integers(0, 3 * EXAMPLES).map(functools.partial(random_plan, most_outputs))
+# By their seed, so that tests share them: finding a plan takes longer than most tests of it.
+PLANS = st.integers(0, 3 * EXAMPLES).map(functools.partial(random_plan, 1_000_000))
 
 
 def each_plan(test):
     """Run a test on many plans."""
-    return settings(max_examples=2 * EXAMPLES)(given(plans())(test))
+    return settings(max_examples=2 * EXAMPLES)(given(PLANS)(test))
 
 
-# Phases and output channels: the left sides.
-
-
-def place_of_row(plan, row):
-    """Return the (slot, channel) of a row of an M block, as csrc/include/geometry/rows.cuh has it."""
-    pair, half = row // 16 * 8 + row % 8, row // 8 % 2
-    if plan.row_order == ROWS_SLOTS:
-        return pair // plan.channels * 2 + half, pair % plan.channels
-    if plan.row_order == ROWS_CHANNELS:
-        return pair // (plan.channels // 2), pair % (plan.channels // 2) * 2 + half
-    if plan.row_order == ROWS_LINES:
-        channel, slot = divmod(pair * 2 + half, plan.slots)
-        return slot, channel
-    return divmod(row, plan.channels)
-
-
-def block_of(plan, phase_set, block, side):
-    """Return which M block is a warpgroup's, as csrc/include/pipeline/implicit_gemm.cuh has it."""
-    return (phase_set * plan.phase_sides + side) * plan.blocks + block
-
-
-def output_of_row(plan, block, part, row):
-    """Return the (phase, channel) of a row of an M block, of a part of the output channels; None where it is idle."""
-    slot, channel = place_of_row(plan, row)
-    phase = plan.phases[block][slot] if slot < plan.slots else None
-    channel += part * plan.channels
-    return None if phase is None or channel >= plan.out_channels else (phase, channel)
-
-
-def tap_of(plan, axis, output, shift):
-    """Return the tap that reaches an output of a cell with a shift, or None, as the algebra has it."""
-    problem = plan.problem
-    near, far = (output, shift) if plan.direction == "forward" else (shift, output)
-    reach = near + problem.padding[axis] - far * problem.stride[axis]
-    tap, rest = divmod(reach, problem.dilation[axis])
-    return tap if reach >= 0 and rest == 0 and tap < problem.kernel_size[axis] else None
-
-
-def gathered(plan, axis):
-    """Return the (output, tap, input) of an axis: what the layer scatters, or gathers back."""
-    triples = scattered(plan.problem, axis)
-    return triples if plan.direction == "forward" else [(position, tap, output) for output, tap, position in triples]
-
-
-def products_of(plan):
-    """Return for each step of each M block the (phase, shift, tap) with a weight."""
-    found = []
-    for place, steps in enumerate(plan.steps):
-        for side, shift in itertools.product(range(plan.phase_sides), steps):
-            phases = plan.phases[block_of(plan, *divmod(place, plan.blocks), side)]
-            taps = {
-                phase: tuple(tap_of(plan, axis, phase[axis], shift[axis]) for axis in (0, 1))
-                for phase in phases
-                if phase is not None
-            }
-            for phase, tap in zip(phases, steps[shift][side * plan.slots :], strict=False):
-                own = taps.get(phase, (None, None))
-                assert tap == (-1 if None in own else own[0] * plan.problem.kernel_size[1] + own[1])
-            found.append([(phase, shift, tap) for phase, tap in taps.items() if None not in tap])
-    return found
-
-
-@each_plan
-def test_steps_have_every_tap_of_every_phase_once(plan):
-    found = Counter(itertools.chain(*products_of(plan)))
-    assert set(found.values()) == {1}
-    # An axis: each tap reaches one of S outputs that follow each other, and a cell has S for each of its inputs. In an
-    # input gradient every tap reaches every output.
-    assert len(found) == plan.problem.taps * math.prod(plan.multiple)
-    rows, columns = (
-        {(output % span, position - output // span * unit, tap) for output, tap, position in gathered(plan, axis)}
-        for axis, (span, unit) in enumerate(zip(plan.span, plan.unit, strict=True))
-    )
-    for row, column in itertools.product(rows, columns):
-        assert tuple(zip(row, column, strict=True)) in found
-
-
-@each_plan
-def test_rows_of_m_blocks_are_every_phase_and_output_channel_once(plan):
-    rows = [place_of_row(plan, row) for row in range(64)]
-    assert len(set(rows)) == 64
-    assert set(rows) >= {*itertools.product(range(plan.slots), range(plan.channels))}
-    assert {channel for _, channel in rows} == {*range(plan.channels)}
-    assert plan.phase_sets * plan.phase_sides * plan.blocks == len(plan.phases)
-    assert plan.warpgroups_m % plan.phase_sides == 0
-    parts = range(plan.channel_sets * (plan.warpgroups_m // plan.phase_sides))
-    found = Counter(
-        output_of_row(plan, block, part, row)
-        for block, part, row in itertools.product(range(len(plan.phases)), parts, range(64))
-    )
-    found.pop(None, None)
-    phases = itertools.product(*map(range, plan.span))
-    assert found == Counter(itertools.product(phases, range(plan.out_channels)))
-
-
-# Strips and positions: the right sides.
-
-
-def cells_at(plan, positions):
-    """Return image, row, column in the image and in its strip of the cells at positions, and which are cells."""
-    place, column = np.divmod(positions, plan.pitch)
-    strip, row = np.divmod(place, plan.strip_rows)
-    image, strip = np.divmod(strip, plan.strips)
-    there = (row < plan.cells[0]) & (column < plan.strip_cells) & (image < plan.problem.batch)
-    return image, row, strip * plan.strip_cells + column, column, there
-
-
-def input_at(plan, first, offsets):
-    """Return the pixels of all images at offsets into the patch whose positions begin with `first`; -1 for zeros.
-
-    `plan.wide` inputs are loaded together, beside each other in memory: the first decides whether they are there.
-    """
-    (height, width), (unit_h, unit_w), (origin_h, origin_w) = plan.input_size, plan.unit, plan.origin
-    plane, position = np.divmod(offsets, plan.plane_pitch)
-    if unit_w == 2:
-        plane, behind = plane // plan.wide * plan.wide, plane % plan.wide
-    else:
-        position, behind = position // plan.wide * plan.wide, position % plan.wide
-    position += first
-    period = plan.strip_rows * plan.pitch
-    assert (position + period >= 0).all()  # a quotient that C++ would round towards zero
-    strip = (position + period) // period - 1
-    rest = position - strip * period
-    image = strip // plan.strips
-    ih = (rest // plan.pitch + origin_h) * unit_h + plane // unit_w
-    column = rest % plan.pitch + strip % plan.strips * plan.strip_cells + origin_w
-    iw = column * unit_w + plane % unit_w
-    there = (strip >= 0) & (image < plan.problem.batch) & (ih >= 0) & (ih < height) & (iw >= 0) & (iw < width)
-    pixel = (image * height + ih) * width + iw
-    assert (pixel[there] % plan.wide == 0).all()  # aligned
-    return np.where(there, pixel + behind, -1)
-
-
-@each_plan
-def test_cells_are_at_one_position_each(plan):
-    image, row, cell, _, there = cells_at(plan, np.arange(plan.tiles * plan.tile))
-    there &= cell < plan.cells[1]
-    places = (image[there] * plan.cells[0] + row[there]) * plan.cells[1] + cell[there]
-    assert sorted(places) == [*range(plan.problem.batch * math.prod(plan.cells))]
-    assert plan.pitch % 2 == 0 or plan.way == "lines"
-    assert plan.strips == 1 or plan.strip_cells % 2 == 0
-
-
-@each_plan
-def test_cells_find_their_inputs_at_every_shift(plan):
-    """`offset` away from a cell is the input that the shift means: of its image, or zero where there is none."""
-    (height, width), (unit_h, unit_w) = plan.input_size, plan.unit
-    positions = np.arange(plan.tiles * plan.tile)
-    image, row, cell, _, there = cells_at(plan, positions)
-    positions, image, row, cell = (values[there & (cell < plan.cells[1])] for values in (positions, image, row, cell))
-    tile, place = np.divmod(positions, plan.tile)
-    for shift in set().union(*plan.steps):
-        ih, iw = row * unit_h + shift[0], cell * unit_w + shift[1]
-        inside = (ih >= 0) & (ih < height) & (iw >= 0) & (iw < width)
-        wanted = np.where(inside, (image * height + ih) * width + iw, -1)
-        found = input_at(plan, tile * plan.tile + plan.first, plan.offset(shift) + place)
-        assert (found == wanted).all()
-
-
-@each_plan
-def test_patches_hold_the_inputs_of_all_positions_of_a_tile(plan):
-    """Also of those without outputs: what they read is in the plane of the shift."""
-    for shift in set().union(*plan.steps):
-        plane = shift[0] % plan.unit[0] * plan.unit[1] + shift[1] % plan.unit[1]
-        first = plan.offset(shift) - plane * plan.plane_pitch
-        assert first >= 0
-        assert first + plan.tile - 1 < plan.patch
+# Strips and boxes
 
 
 @each_plan
 def test_strips_have_all_cells_and_none_is_empty(plan):
     assert (plan.strips - 1) * plan.strip_cells < plan.cells[1] <= plan.strips * plan.strip_cells
+    assert plan.strips == 1 or plan.strip_cells % 2 == 0
+    assert plan.pitch % 2 == 0 or plan.way == "lines"
+
+
+@each_plan
+def test_boxes_have_channels_of_one_group(plan):
+    """Of another, infinite inputs would be seen."""
+    if plan.problem.groups > 1 and (plan.way == "lines" or plan.landing_box):
+        box = implicit_gemm.input_map(plan).box
+        assert plan.in_channels % (box[0] if plan.way == "lines" else box[2]) == 0
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])
@@ -438,7 +269,7 @@ def test_tables_and_positions_of_what_is_not_declined_fit(name, monkeypatch):
 
 
 @settings(max_examples=EXAMPLES // 2)  # each works out all plans of a problem twice
-@given(plans())
+@given(PLANS)
 def test_plan_of_is_one_of_the_plans_and_hardly_slower_than_the_fastest(plan):
     arguments = (plan.problem, plan.direction, plan.itemsize, plan.split, plan.channels_last)
     found, every = plan_of(*arguments), list(plans_of(*arguments))
@@ -476,32 +307,6 @@ def test_reciprocals_divide_all_integers(divisor):
 def test_plan_of_declines_a_patch_that_fits_no_block():
     problem = Problem(1, 8, 8, 1, (8, 64), (2, 1), dilation=(8000, 1))
     assert plan_of(problem, "forward", 2, False, False) is None
-
-
-LAYERS = {workload.name: workload.problem for suite in SUITES.values() for workload in suite}
-
-
-@pytest.mark.parametrize("split", [False, True], ids=["tf32", "split"])
-@pytest.mark.parametrize("name", ["kb57", "kb71", "sam2", "unet4"])
-def test_plans_of_real_layers_leave_no_row_idle_and_join_columns(name, split):
-    plan = plan_of(LAYERS[name], "forward", 4, split, False)
-    assert plan.slots * plan.channels == 64
-    assert plan.slots == (2 if name in ("kb71", "sam2") else 1)
-    assert plan.unit == ((1, 2) if name == "kb71" else (1, 1))
-    assert plan.staged
-    assert plan.vector >= 2
-    assert plan.pairing == {"kb57": PAIR_NONE, "unet4": PAIR_BLOCKS}.get(name, PAIR_ROWS)
-    assert plan.row_order == (ROWS_SLOTS if plan.pairing == PAIR_ROWS else ROWS_PLAIN)
-    assert (plan.strips > 1) == name.startswith("kb")  # rows of more than a thousand cells that taps of three rows read
-
-
-@pytest.mark.parametrize("name", ["kb57", "kb71", "sam2", "unet4"])
-def test_plans_in_channels_last_have_pairs_of_channels(name):
-    for itemsize, vector in ((2, 8), (4, 4)):
-        plan = plan_of(LAYERS[name], "forward", itemsize, False, True)
-        assert (plan.pairing, plan.row_order, plan.vector) == (PAIR_ROWS, ROWS_CHANNELS, vector)
-        assert plan.staged
-        assert plan.way == "lines"
 
 
 def test_weights_that_no_launch_lays_out_are_refused():

@@ -1230,7 +1230,13 @@ def test_direct_kernel_of_both_gradients_on_tensor_cores_matches_reference_with_
         run.check(run.prepare())
 
 
-@pytest.mark.parametrize("seed", [pytest.param(seed, marks=() if seed < 9 else pytest.mark.slow) for seed in range(60)])
+# Plans whose emulation notices mistakes that few others show: a last piece that does not land, pairs that lie askew.
+TELLING = 53, 56
+
+
+@pytest.mark.parametrize(
+    "seed", [pytest.param(i, marks=() if i < 12 or i in TELLING else pytest.mark.slow) for i in range(200)]
+)
 def test_fused_kernels_match_reference_with_any_plan(seed, builder, poison):
     """Any plan of a small problem, with few blocks."""
     plan = random_plan(30_000, seed)
