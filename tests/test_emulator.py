@@ -203,6 +203,7 @@ def test_emulator_shuffles_from_any_lane(builder):
 # wgmma, mbarriers, bulk copies
 
 WGMMA = """
+#define WGMMA_COLUMNS COLUMNS
 #include "ptx/wgmma.cuh"
 struct test_params { const unsigned char* images; const int* numbers; float* d; };
 extern __shared__ __align__(16) unsigned char shared[];
@@ -264,6 +265,7 @@ def test_emulator_multiplies_warpgroups_by_the_definition(dtype, columns, matric
 # A warpgroup fetches steps of A [64, STEPS * 16] and B [COLUMNS, STEPS * 16] into two stages, another multiplies.
 PIPELINE = """
 #include "ptx/mbarrier.cuh"
+#define WGMMA_COLUMNS COLUMNS
 #include "ptx/wgmma.cuh"
 struct test_params { const unsigned char* a; const unsigned char* b; float* d; };  // [STEPS][2][rows][16 bytes]
 extern __shared__ __align__(16) unsigned char shared[];

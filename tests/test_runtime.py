@@ -275,7 +275,6 @@ def test_compile_error_carries_options_log_and_numbered_source():
 def test_nvrtc_is_asked_to_keep_nothing_where_it_would(version, asked, monkeypatch):
     """Since 12.9 it has a cache; before, it would refuse the option."""
     monkeypatch.setattr(compiler.nvrtc, "nvrtcVersion", lambda: (compiler.nvrtc.nvrtcResult.NVRTC_SUCCESS, *version))
-    monkeypatch.setattr(compiler, "_has_driver_cache", compiler._has_driver_cache.__wrapped__)
     assert compiler._options(*SMALL, "sm_90a").no_cache is asked
 
 

@@ -106,7 +106,7 @@ class Backward(NamedTuple):
         return grad_input, grad_weight, bias_gradient(grad)
 
     def prepare(
-        self, grad: Tensor, input: Any, weight: Any, needs: Needs, dtype: torch.dtype | None
+        self, grad: Tensor, input: Any, weight: Any, needs: Needs, dtype: torch.dtype | None = None
     ) -> Callable[..., Gradients]:
         """Prepare a call that computes the gradients from tensors of these strides without the dispatcher.
 

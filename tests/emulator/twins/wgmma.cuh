@@ -31,7 +31,7 @@ __device__ __forceinline__ descriptor_t advance(descriptor_t matrix, int bytes) 
 __device__ __forceinline__ void wgmma_fence() { emulator_wgmma_fence(); }
 __device__ __forceinline__ void wgmma_commit() { emulator_wgmma_commit(); }
 template <int PENDING> __device__ __forceinline__ void wgmma_wait() { emulator_wgmma_wait(PENDING); }
-template <int COUNT> __device__ __forceinline__ void wgmma_finish(float (&d)[COUNT]) { emulator_wgmma_wait(0); }
+__device__ __forceinline__ void wgmma_finish(float (&d)[WGMMA_COLUMNS / 2]) { emulator_wgmma_wait(0); }
 
 template <typename T> constexpr int kEmulatorType = -1;
 template <> constexpr int kEmulatorType<half_t> = EMULATOR_HALF;
@@ -58,11 +58,11 @@ __device__ __forceinline__ void wgmma_turned(float (&d)[N / 2], descriptor_t a, 
     emulator_wgmma_turned(kEmulatorType<T>, N, d, a, b, accumulate);
 }
 
-template <int COUNT> __device__ __forceinline__ void wgmma_clear(float (&d)[COUNT]) {
+__device__ __forceinline__ void wgmma_clear(float (&d)[WGMMA_COLUMNS / 2]) {
     for (float& one : d) one = 0.0f;
 }
 
-template <int COUNT> __device__ __forceinline__ void wgmma_finish_rows(float (&d)[COUNT]) { emulator_wgmma_wait(0); }
+__device__ __forceinline__ void wgmma_finish_rows(float (&d)[WGMMA_COLUMNS / 2]) { emulator_wgmma_wait(0); }
 
 template <typename T, int N, bool SWIZZLED = false>
 __device__ __forceinline__ void wgmma_rows(float (&d)[N / 2], const unsigned (&a)[4], descriptor_t b, int accumulate) {
