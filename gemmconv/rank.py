@@ -276,10 +276,11 @@ def way_of(config: Config) -> Way:
     with a depth of 1 from 2.5 to 7.3 times; groups, dilation or few channels 1.7 to 23 times and 1.2 to 5.4 times;
     stride 1 and at most 64 channels 1.5 to 3.4 times; other dense layers 0.6 to 1.1 times. Those are one product: ten
     layers took 1.1 to 14 times torch's speed forward in TF32, 1.1 to 13 in bfloat16, 1.1 to 6 without TF32; gradients,
-    0.4 to 3 times, are torch's. In channels_last_3d a kernel equal to the stride took 0.6 to 1.4 times
-    forward and 0.1 to 1.5 times backward, with a depth of 1 from 1.2 to 4.7 times. On two cores of an AMD EPYC: large
-    volumes under a kernel equal to the stride 1.4 to 2.5 times, strides with dilation 2.1 to 2.7 times, others 0.5 to
-    1.2 times.
+    0.4 to 3 times, are torch's. One of stride 1 and 128 channels took 0.9 times in TF32: such layers are torch's, too,
+    unless products are float32 that is not rounded. In channels_last_3d a kernel equal to the stride took 0.6 to 1.4
+    times forward and 0.1 to 1.5 times backward, with a depth of 1 from 1.2 to 4.7 times. On two cores of an AMD EPYC:
+    large volumes under a kernel equal to the stride 1.4 to 2.5 times, strides with dilation 2.1 to 2.7 times, others
+    0.5 to 1.2 times.
     """
     p, last = config.problem, config.memory_format is torch.channels_last
     channels = p.gemm_k, p.out_channels // p.groups
@@ -291,8 +292,8 @@ def way_of(config: Config) -> Way:
             return "torch"
         if apart:
             return "images" if not last or p.kernel_size[0] == 1 else "torch"
-        if not config.is_ieee and max(p.stride) == 1 and max(channels) <= _FEW:
-            return "images"
+        if not config.is_ieee and max(p.stride) == 1:
+            return "images" if max(channels) <= _FEW else "torch"
         return "torch" if last else "product"
     if max(p.dilation) > 1 and max(p.stride) > 1:
         return "images"

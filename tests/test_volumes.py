@@ -121,6 +121,11 @@ def test_rule_takes_dense_volumes_on_hopper():
     assert rank.way_of(replace(config, spec=named("A100"))) == "torch"
     assert rank.way_of(replace(config, problem=apart)) == "images"
     assert rank.way_of(replace(config, problem=grouped)) == "images"
+    plain = replace(dense, stride=(1,) * 3)
+    assert rank.way_of(replace(config, problem=plain)) == "images"
+    wide = replace(config, problem=replace(plain, out_channels=128))
+    assert rank.way_of(wide) == "torch"
+    assert rank.way_of(replace(wide, precision="ieee")) == "product"
 
 
 def test_explain_says_that_a_volume_is_one_product():
