@@ -103,28 +103,28 @@ def conv_transpose2d(
         and not torch.compiler.is_compiling()
         and torch._C._get_tracing_state() is None  # under torch.jit.trace sizes are tensors
     )
-    # The first of these cases that holds says what computes the call:
-    #   torch's operator   a CPU, compiled, traced or a subclass    sizes may be unknown, so nothing can be estimated
-    #   torch's operator   complex tensors                          it rewrites them as real ones before autograd
-    #   torch's operator   eager, chosen for all passes             our operator would add nothing but host time
-    #   a prepared call    plain eager tensors                      kernels are launched without torch's dispatcher
-    #   torch's operator   exports, transforms, wrapper subclasses  they have rules for torch's operators alone
-    #   our operator       all else                                 the dispatcher serves every other mode
+    # What computes the call is said by the first of these cases that holds.
+    # On a CPU, compiled, traced or of a subclass: torch's operator, since without sizes nothing can be estimated.
     if input.is_cpu and not is_eager and _is_left_to_torch_on_the_cpu(weight, algorithm):
-        return ops.torchs_conv_transpose2d(input, weight, bias, *geometry)  # after our checks of shapes
+        return ops.torchs_conv_transpose2d(input, weight, bias, *geometry)  # which checks shapes in our words
+    # Complex: torch's operator, which rewrites them as real ones before autograd, and checks shapes.
     if input.is_complex() and algorithm in ("auto", "native"):
         return torch.conv_transpose2d(input, weight, bias, *geometry)
+    # Eager, where torch's operator is chosen for all passes: ours would add nothing but host time. Shapes are checked.
     if is_eager and (input.is_cuda or input.is_cpu) and ops.is_left_to_torch(input, weight, bias, arguments):
         plain.store_call(key, lambda input, weight, bias: torch.conv_transpose2d(input, weight, bias, *geometry))
         return torch.conv_transpose2d(input, weight, bias, *geometry)
+    # Plain and eager: a prepared call launches our kernels without torch's dispatcher.
     if key is not None and (call := plain.store_call(key, plain.prepare(input, weight, bias, arguments))) is not None:
         return call(input, weight, bias)
+    # Exports to ONNX, transforms, wrapper subclasses: they have rules for torch's operators alone.
     if torch.onnx.is_in_onnx_export() or (
         algorithm in ("auto", "native")
         and (is_for_torch() or are_for_torch(input, weight, bias))
         and _rounds_like_torch(input, precision)
     ):
         return torch.conv_transpose2d(input, weight, bias, *geometry)
+    # All else: our operator, through the dispatcher, which serves every other mode.
     if input.dim() == 3:
         return ops.conv_transpose2d(input.unsqueeze(0), weight, bias, *arguments).squeeze(0)
     return ops.conv_transpose2d(input, weight, bias, *arguments)
@@ -133,11 +133,12 @@ def conv_transpose2d(
 def _is_left_to_torch_on_the_cpu(weight: Tensor, algorithm: str) -> bool:
     """Whether torch's operator serves a call on the CPU that is traced, compiled or of a subclass.
 
-    Its sizes may be unknown. False under torch.export, whose graph may be moved to a GPU.
+    So it is by name, and for ``"auto"`` but for few output channels, where gemm_col2im is faster at any size. Not under
+    torch.export, whose graph may be moved to a GPU.
     """
-    if algorithm != "native" and (algorithm != "auto" or is_few_outputs(weight.shape[0], weight.shape[1])):
+    if torch.compiler.is_compiling() and torch.compiler.is_exporting():
         return False
-    return not (torch.compiler.is_compiling() and torch.compiler.is_exporting())
+    return algorithm == "native" or (algorithm == "auto" and not is_few_outputs(weight.shape[0], weight.shape[1]))
 
 
 def _rounds_like_torch(tensor: Tensor, precision: Precision | None) -> bool:

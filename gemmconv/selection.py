@@ -1,8 +1,15 @@
 """The choice of an algorithm for a pass, and of a pair for both gradients of a backward pass.
 
-``auto`` takes what :func:`gemmconv.tune` measured, where it did. Else it takes, on Hopper, the algorithm that a step is
-estimated to wait for the least; on other GPUs, torch's operator unless one of ours is clearly faster by the estimates
-for Hopper; on a CPU, ``fused`` where a rule fitted to measured rows says so.
+``auto`` takes what :func:`gemmconv.tune` measured, where it did. Else these decide:
+
+    device      one pass                  both gradients              rule
+    Hopper      _estimates                _fastest_of                 what a step is estimated to wait for the least
+    other GPUs  _first_on_other_gpus      _gradients_on_other_gpus    torch's operator, unless ours is clearly faster
+    CPU         _order_on_cpu             choose, for each            a rule that was fitted to measured rows
+    no kernels  the end of preference     choose, for each            torch's operator; gemm_col2im for few outputs
+
+An algorithm that is named is taken for all passes that it can serve. It must be able to serve the forward pass, whose
+gradients a training step wants: ``why_not`` without a direction asks for that.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@
  *   S=2 P=1 K=3 D=1, o=3:  k=0 -> i=2;  k=1 -> no;  k=2 -> i=1
  *   S=5 P=1 K=3 D=2, o=2:  3, 1, -1 are no multiples of 5: no tap at all, the output is the bias
  *
- * Outputs thus fall into S phases, (o + P) mod S; those of a phase read the same taps. A thread owns a cell of
+ * Outputs thus fall into S phases, here (o + P) mod S; those of a phase read the same taps. A thread owns a cell, here of
  * CELL_ROWS rows and CELL_W columns. With CELL_W = STRIDE_W that is one output of every column phase: outputs
  * j*S .. j*S + S-1 of a row read around input j, so a warp reads each tap's row at consecutive addresses, and which taps
  * an output of the cell has is known when compiling. For strides too wide for that, CELL_W = 1 and the column phase is
@@ -49,7 +49,7 @@ struct alignas(kVectorCell ? CELL_W * sizeof(OUTPUT_T) : sizeof(OUTPUT_T)) cell_
 template <int KERNEL, int STRIDE, int DILATION>
 __device__ __forceinline__ int first_tap(int position) {
     constexpr int kStep = tap_step(STRIDE, DILATION);
-    if (DILATION % STRIDE == 1 % STRIDE) return position % STRIDE;
+    if (DILATION % STRIDE == 1 % STRIDE) return position % STRIDE;  // k*D = k modulo S
     int tap = KERNEL;
     #pragma unroll (kStep <= 16 ? kStep : 1)
     for (int k = kStep - 1; k >= 0; --k)

@@ -11,8 +11,8 @@
  * some blocks of LINES lines. The epilogue of a block folds its sums, the columns of FOLD_OUTS output channels at a time: the
  * warps that multiply write these to shared memory, wait for each other, and gather the outputs (epilogue/fold_smem.cuh).
  *
- *   4 x 4 images, kernel 4, stride 2, 8 images an item: 128 positions; 16 lines an output channel, LINES = 256 are 16 of them;
- *   FOLD_OUTS = 8: two folds of 128 columns x 132 floats, one in each buffer, then the next block
+ *   8 x 8 images, kernel 4, stride 2, 32 output channels: an item of two images has 128 positions; a block of LINES = 144 has the
+ *   16 taps of 9 output channels; FOLD_OUTS = 3: three folds of 48 lines x 132 floats, 25 KB each, in two buffers by turns
  *
  * Inputs come to slots and weights to stages, two rings of buffers in shared memory, 128 bytes of channels in each. Where all
  * channels of an item have a slot, inputs are held for all of its blocks of lines, and the last block frees the slots.
@@ -26,7 +26,8 @@
 #include "ptx/named_barrier.cuh"
 
 constexpr int kFoldLines = FOLD_OUTS * kTaps, kFolds = LINES / kFoldLines, kFoldFloats = kFoldLines * FOLD_PITCH;
-// Steps of the main loop that are peeled off before it, since the loop takes two at a time: one where their number is odd.
+// Steps of the main loop that are peeled off before it. The loop takes two chunks at a time, or one where an item has two
+// blocks of positions; so it is one step where the number of chunks is odd.
 constexpr int kPeeled = ROW_BLOCKS == 1 ? LEAST_CHUNKS % 2 : 0;
 static_assert(kFoldLines % 8 == 0 && LINES % kFoldLines == 0, "a fold is columns of each thread");
 static_assert(FOLD_PITCH % 8 == 4 && kPositions <= FOLD_PITCH, "a warp writes columns to different banks");
@@ -40,7 +41,7 @@ constexpr int kGroups = [] {
     return groups;
 }();
 constexpr int kLanes = kConsumers / kGroups, kGroupOuts = FOLD_OUTS / kGroups;
-constexpr int kOwnCells = FOLD_TURNS <= 2 ? FOLD_TURNS : 1;
+constexpr int kOwnCells = FOLD_TURNS <= 2 ? FOLD_TURNS : 1;  // that a thread works out once for all folds: registers are few
 
 /* Writes the columns of one fold that a warp has. wgmma gives lane 4g + t, of 16 positions and 8 lines, the sums
  *
@@ -66,7 +67,7 @@ __device__ __forceinline__ void write_columns(float* columns, const float (&sums
     }
 }
 
-/* The i-th cell of an item. */
+/* The i-th cell of an item: whether it exists, its image, row and column, and its place in a line of columns. */
 __device__ __forceinline__ cell_t cell_of(const pixels_on_m_params& p, const item_t& item, int i) {
     const image_t of{p.in_h, p.in_w};
     if constexpr (!WINDOWED) {

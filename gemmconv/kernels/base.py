@@ -89,9 +89,10 @@ class Kernel(ABC):
 
     A tile is the frozen record by which a kernel is specialised: the work of a thread block, stages, threads.
 
-    A new kernel defines ``name``, ``serves``, :meth:`tiles`, :meth:`seconds` and :meth:`program`; all else has a
-    default. For a pass :meth:`why_not` is asked first, then :meth:`tile`, and of all kernels the one with the least
-    :meth:`expected` gives its :meth:`program`. conv/gemm_mma.py is a kernel to begin with.
+    A new kernel defines ``name``, ``serves``, :meth:`tiles`, :meth:`seconds` and :meth:`program`, and on a CPU
+    :meth:`prepare`, since it has no program; all else has a default. For a pass :meth:`why_not` is asked first, which
+    asks :meth:`refuses` (device, software, types) and then :meth:`declines` (sizes). Then comes :meth:`tile`, and of
+    all kernels the one with the least :meth:`expected` gives its :meth:`program`. Read conv/gemm_mma.py first.
 
     Attributes:
         name: its folder and file under csrc/, without the ending.

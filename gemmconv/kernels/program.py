@@ -89,8 +89,9 @@ class Launch:
     Attributes:
         source, macros: the kernel's file under csrc/, and the macros that specialise it.
         grid, block: blocks, and threads of a block.
-        params: the fields of its params struct in order; their C types follow from the values. A name with commas, as
-            in C, names several fields and has a tuple of values; so has an array.
+        params: the fields of its params struct in order; their C types follow from the values, an int's is 32 bits and
+            a :class:`Long`'s 64. A name with commas, as in C, names several fields and has a tuple of values; so has an
+            array. The emulator of the tests compares the size with that of the struct in the kernel's source.
         shared_bytes: bytes of dynamic shared memory.
         overlaps: whether it may begin before the previous launch ends (PDL): see gemmconv/runtime/launch.py.
     """

@@ -70,6 +70,7 @@ def prepare_call(
         # Torch's operator serves where kernels are not available.
         return with_fallback(first.device, lambda: prepare("auto"), lambda: prepare("native"))
 
+    # Bytes, made quickly; for arguments that have none, such as sizes of a traced graph, the values themselves.
     given = arguments_key((sizes, arguments)) or (sizes, Options(*as_hashable(arguments)))
     key = (direction, *map(tensor_signature, tensors), given, current, form)
     call: Callable[..., Any] = find_or_make(key, make)
@@ -79,7 +80,10 @@ def prepare_call(
 def _prepare(
     direction: Pass, problem: Problem, tensors: Tensors, options: Options, form: CallForm
 ) -> Callable[..., Any]:
-    """Choose an algorithm for a pass, and prepare its call."""
+    """Choose an algorithm for a pass, and prepare its call: a program on a GPU, a CPU's kernels, or torch's operator.
+
+    The choice is a pure function, so all that ask for it here, some of them for the log or the program alone, agree.
+    """
     where, algorithm = operator_name(direction), options.algorithm
     config, weight_config = pass_configs(direction, problem, tensors, options)
     config = replace(config, trained=True) if form.trained else config
@@ -98,7 +102,10 @@ def _prepare(
 def _prepare_forward(
     config: Config, algorithm: str, where: str, tensors: Tensors, form: CallForm
 ) -> Callable[..., Any]:
-    """Prepare a forward pass: a program, or where there is none, torch's operator or the CPU's kernels."""
+    """Prepare a forward pass: a program, or where there is none, torch's operator or the CPU's kernels.
+
+    A call on signals never casts its parameters; see :func:`plain.prepare_signal`.
+    """
     if (program := pass_program("forward", config, algorithm, where)) is not None:
         program = with_signal_output(program) if form.is_signal else program
         operands = with_parameter_dtype(tensors, form.dtype)

@@ -2,8 +2,9 @@
 
 The signature of a call holds all that decides how it is computed: dtypes, shapes and strides of its tensors, its
 arguments, whether gradients are recorded, and the state of this thread: modes, transforms, autocast, profiler,
-precision. So the checks and the choice of a kernel are made only for the first call of each signature. Gradients come
-from an autograd node, which caches prepared backward passes by their own signatures.
+precision. So the checks and the choice of a kernel are made only for the first call of each signature. Tuned choices
+are not part of it: the cache is emptied when they change. Gradients come from an autograd node, which caches prepared
+backward passes by their own signatures.
 """
 
 from __future__ import annotations
@@ -81,6 +82,8 @@ def prepare(input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Argum
 def prepare_signal(input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Arguments) -> Call | None:
     """Prepare a call on a batch of signals as images of height 1; None where :func:`prepare` gives None, or casts.
 
+    Unlike :func:`prepare`, it is asked before torch's operator was ruled out, whose 1-D form it then takes.
+
     Args:
         input, weight, bias: ``[N, C_in, L]``, ``[C_in, C_out/groups, K]`` and ``[C_out]``, not checked.
         arguments: all arguments of the operator on images after its tensors.
@@ -89,6 +92,7 @@ def prepare_signal(input: Tensor, weight: Tensor, bias: Tensor | None, arguments
     if in_a_mode() or not are_dense(*tensors) or is_autocasting(input.device.type):
         return None
     if is_left_to_torch(*tensors, arguments):
+        # Stride, padding, output_padding, groups and dilation, the pairs among them without the height.
         geometry: list[Any] = [one[1:] if isinstance(one, tuple) else one for one in arguments[:5]]
         return lambda input, weight, bias: torch.conv_transpose1d(input, weight, bias, *geometry)
     return prepare_recording(tensors, arguments, is_signal=True)
@@ -97,8 +101,8 @@ def prepare_signal(input: Tensor, weight: Tensor, bias: Tensor | None, arguments
 def _call_casts_parameters(tensors: Tensors, dtype: torch.dtype) -> bool:
     """Whether a call casts weight and bias to autocast's dtype, of 16 bits, in its own kernels.
 
-    Both must be float32 and dense. Their casts must be cacheable, or no gradient may be recorded through either cast;
-    and that must be so for both alike.
+    Both must be float32 and dense, and in the same one of two cases. A cast may be cacheable: then later calls of the
+    region find it. Or no gradient is recorded through it: then nobody else needs it.
     """
     parameters = [one for one in tensors[1:] if one is not None]
     return (

@@ -49,7 +49,7 @@ from gemmconv.kernels.sm90.pixels_on_m import BLOCK_POSITIONS, CHUNK_BYTES, CONS
 
 _COST = costs_of("sm90/gemm_fold_pixels")
 _MOST_ROW_BLOCKS = 2  # blocks of 128 positions of an item
-_MOST_SUMS = 256  # lines times blocks of positions: a thread has registers for so many
+_MOST_SUMS = 256  # lines times blocks of positions: a thread has registers for half as many sums
 _MOST_CELLS = 16  # cells for each input: where there are more, most outputs lie beside what the inputs reach
 _FOLD_LINES = 32  # lines of a fold at least, where they do not take too much shared memory
 _OWN_BYTES, _MOST_OWN_BYTES = 40 << 10, 72 << 10  # shared memory of two folds; the most where inputs leave so much
@@ -298,10 +298,15 @@ class GemmFoldPixels(OneFormatForward):
     """See the module."""
 
     name = "sm90/gemm_fold_pixels"
-    serves = "one group, at most 256 taps of an output channel, images and signals whose items fit shared memory"
+    serves = "one group, a common multiple of 16 and the taps of at most 256, images of at most 256 inputs or signals"
     only_in = torch.contiguous_format
 
     def fitted(self, config: Config, direction: Pass, tile: Tile) -> Tile | None:
+        """The tile for another size. Compiled are its lines, whether it has windows, and four numbers.
+
+        These are ``row_blocks``, ``fold_turns``, ``vector`` and ``piece``: the size must have the same, or fewer
+        positions than the row blocks. Images of an item, sets and windows are arguments of the kernel.
+        """
         p, compiled = config.problem, (tile.row_blocks, tile.fold_turns)
         if not pixels_on_m.serves(p, tile.itemsize, tile.multiprocessors):
             return None
