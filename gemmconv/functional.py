@@ -104,7 +104,7 @@ def conv_transpose2d(
         and torch._C._get_tracing_state() is None  # under torch.jit.trace sizes are tensors
     )
     # What computes the call is said by the first of these cases that holds.
-    # On a CPU, compiled, traced or of a subclass: torch's operator, since without sizes nothing can be estimated.
+    # On a CPU and not eager, by name or for "auto": torch's operator. A traced call has no sizes to estimate with.
     if input.is_cpu and not is_eager and _is_left_to_torch_on_the_cpu(weight, algorithm):
         return ops.torchs_conv_transpose2d(input, weight, bias, *geometry)  # which checks shapes in our words
     # Complex: torch's operator, which rewrites them as real ones before autograd, and checks shapes.

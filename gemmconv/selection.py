@@ -6,7 +6,7 @@
     Hopper      _estimates                _fastest_of                 what a step is estimated to wait for the least
     other GPUs  _first_on_other_gpus      _gradients_on_other_gpus    torch's operator, unless ours is clearly faster
     CPU         _order_on_cpu             choose, for each            a rule that was fitted to measured rows
-    no kernels  the end of preference     choose, for each            torch's operator; gemm_col2im for few outputs
+    CPU, no C   the end of preference     choose, for each            torch's operator; gemm_col2im for few outputs
 
 An algorithm that is named is taken for all passes that it can serve. It must be able to serve the forward pass, whose
 gradients a training step wants: ``why_not`` without a direction asks for that.

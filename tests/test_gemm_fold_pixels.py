@@ -98,6 +98,13 @@ def test_warps_write_columns_to_different_banks(tile):
 
 
 @each_tile
+def test_a_copy_is_as_a_fresh_tile_and_the_bound_of_its_cycles_holds(tile):
+    fresh, names = replace(tile), ("fold_outs", "fold_turns", "held", "ring_sizes", "shared_bytes", "cycles")
+    assert [getattr(tile, name) for name in names] == [getattr(fresh, name) for name in names]
+    assert tile.least_cycles <= tile.cycles * (1 + 1e-9)
+
+
+@each_tile
 def test_tiles_fit_a_multiprocessor(tile):
     assert tile.shared_bytes <= 227 << 10
     slots, stages = tile.ring_sizes

@@ -82,7 +82,8 @@ def _prepare(
 ) -> Callable[..., Any]:
     """Choose an algorithm for a pass, and prepare its call: a program on a GPU, a CPU's kernels, or torch's operator.
 
-    The choice is a pure function, so all that ask for it here, some of them for the log or the program alone, agree.
+    The choice depends on the arguments and on tuned choices alone, so all that ask for it here, some of them for the
+    log or the program, agree. ``weight_config`` differs from ``config`` only where both gradients are asked for.
     """
     where, algorithm = operator_name(direction), options.algorithm
     config, weight_config = pass_configs(direction, problem, tensors, options)
