@@ -50,6 +50,10 @@ def compiled_for(kernel, config, direction, tile):
     return [(step.source, step.macros) for step in steps if not step.source.startswith("splits/")]
 
 
+# Of the sizes below, those that a tile declines, for rows that are cut elsewhere, and the kernel has another tile for.
+MISSES = {"sm90/gemm_depth_to_space": 2, "sm90/wgrad_nchw": 4}
+
+
 @pytest.mark.parametrize(
     ("kernel", "direction"),
     [
@@ -81,7 +85,7 @@ def test_a_tile_of_a_class_fits_its_sizes_and_nothing_is_compiled_for_them(kerne
                 compiled = compiled_for(kernel, one, direction, tile)
                 assert compiled_for(kernel, config, direction, fitted) == compiled, problem
     assert fitted_ones >= 10
-    assert missed <= fitted_ones / 10
+    assert missed <= MISSES.get(kernel.name, 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
