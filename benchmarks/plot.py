@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _BLUE, _GREY, _BLACK = "#0072B2", "#7F7F7F", "#000000"
-# Of gemmconv's algorithms beside auto; native is torch's own operator, and left out.
+# Each algorithm of gemmconv has a colour and a marker. native is left out: it is torch's own operator.
 _STYLES = {"gemm_col2im": ("#E69F00", "s"), "direct": ("#009E73", "^"), "fused": ("#CC79A7", "D")}
 _DPI = 110
 _PRECISION_NAMES = {"fp32": "fp32 (ieee)", "tf32": "TF32", "fp16": "fp16", "bf16": "bf16"}

@@ -130,7 +130,7 @@ int read_number(PyObject* from, uint64_t* number);
 
 extern PyObject* program_type;
 
-/* Of call.c and signature.c. */
+/* What call.c and signature.c add to the module. */
 PyObject* make_call_type(void);
 PyObject* count_replays(PyObject* module, PyObject* nothing);
 PyObject* make_signatures_type(void);

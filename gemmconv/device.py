@@ -35,9 +35,7 @@ _MULTIPROCESSORS = {
     (12, 1): (256, 256, 512, 99),
 }
 REGISTERS = 65_536  # 32-bit registers of a multiprocessor, of all of these
-LEAST_SHARED_BYTES = (
-    min(kib for *_, kib in _MULTIPROCESSORS.values()) << 10
-)  # bytes that a block may use on all of these
+LEAST_SHARED_BYTES = min(kib for *_, kib in _MULTIPROCESSORS.values()) << 10  # of a block, on all of these
 
 
 @hashed_once

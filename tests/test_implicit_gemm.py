@@ -148,7 +148,7 @@ def test_strips_have_all_cells_and_none_is_empty(plan):
 
 @each_plan
 def test_boxes_have_channels_of_one_group(plan):
-    """Of another, infinite inputs would be seen."""
+    """Infinite inputs of another group would become NaN under weights of zero."""
     if plan.problem.groups > 1 and (plan.way == "lines" or plan.landing_box):
         box = implicit_gemm.input_map(plan).box
         assert plan.in_channels % (box[0] if plan.way == "lines" else box[2]) == 0

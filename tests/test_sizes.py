@@ -50,7 +50,7 @@ def compiled_for(kernel, config, direction, tile):
     return [(step.source, step.macros) for step in steps if not step.source.startswith("splits/")]
 
 
-# Of the sizes below, those that a tile declines, for rows that are cut elsewhere, and the kernel has another tile for.
+# A tile declines so many of the sizes below, whose rows are cut elsewhere. The kernel has another tile for each.
 MISSES = {"sm90/gemm_depth_to_space": 2, "sm90/wgrad_nchw": 4}
 
 

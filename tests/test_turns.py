@@ -370,7 +370,7 @@ def test_report_leaves_turns_of_older_sources_out(tmp_path):
 
 
 def test_report_takes_the_newest_of_each_suite_by_turns(tmp_path, monkeypatch):
-    """Of whichever GPU they are; those of a CPU are shown elsewhere."""
+    """The GPU of a suite's rows does not matter. Rows of a CPU are shown elsewhere."""
     monkeypatch.setattr(report, "_RESULTS", tmp_path / "results")
     page = page_in(tmp_path)
 

@@ -620,7 +620,7 @@ class Plan(Gathering):
             return self.compiled.together
         if self.way != "loaded":
             return 0
-        # As many as fit registers with their addresses; 8 registers fewer are left for all else, and none spills.
+        # A thread loads as many as fit its registers with addresses. All else has 8 registers fewer, and none spills.
         registers, others = self._load_registers
         most = min(self.loaded_words // self._unit_words, (registers - others + 8) // (self._unit_words + 1))
         needed = even_share(self.loads, most)
