@@ -79,7 +79,7 @@ class Explanation:
         dtype = str(c.dtype).removeprefix("torch.")
         lines = [
             f"conv_transpose2d {list(p.input_shape)} x {list(p.weight_shape)} -> {list(p.output_shape)}, "
-            f"{dtype} ({c.precision}) on {c.device}{', channels_last' * (c.memory_format is torch.channels_last)}",
+            f"{dtype} ({c.precision}) on {c.device}{', channels_last' * c.channels_last}",
             f"  work     {p.useful_flops:,} flops, at least {p.least_bytes(itemsize):,} bytes moved, "
             f"{p.useful_flops / max(1, p.least_bytes(itemsize)):.1f} flops a byte",
             f"  columns  {p.column_bytes(itemsize):,} bytes if all were written at once, {p.gemm_batch} products of "
@@ -323,7 +323,7 @@ def _of_layer(name: str, layer: Any, input: Tensor | Sequence[int], options: dic
     calls = tuple(explain_problem(one, **given) for one in image_problems(problem))
     config, algorithm = calls[0].config, calls[0].algorithm
     if rank == 3 and given.get("algorithm", "auto") == "auto":
-        last = config.memory_format is torch.channels_last
+        last = config.channels_last
         of_volume = volumes.config_of(problem, config.dtype, config.device, config.precision, last)
         of_volume = replace(of_volume, spec=config.spec)  # of the GPU that was named, where one was
         way = choose_way(of_volume)

@@ -170,7 +170,7 @@ def compute(
         input, weight, bias = input.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     if way == "product":
         return volumes.conv_transpose3d(input, weight, bias, problem, "ieee" if config.is_ieee else "tf32")
-    return _as_images(input, weight, bias, problem, config.memory_format is torch.channels_last, options)
+    return _as_images(input, weight, bias, problem, config.channels_last, options)
 
 
 def image_problems(problem: Problem) -> list[Problem]:
@@ -282,8 +282,8 @@ def way_of(config: Config) -> Way:
     large volumes under a kernel equal to the stride 1.4 to 2.5 times, strides with dilation 2.1 to 2.7 times, others
     0.5 to 1.2 times.
     """
-    p, last = config.problem, config.memory_format is torch.channels_last
-    channels = p.gemm_k, p.out_channels // p.groups
+    p, last = config.problem, config.channels_last
+    channels = p.gemm_k, p.group_out_channels
     apart = all(_is_apart(p, axis) for axis in range(3))
     if config.device.type == "cuda":
         if p.groups > 1 or max(p.dilation) > 1 or min(channels) < _DENSE:

@@ -264,7 +264,7 @@ def _pairs_of_algorithms(config: Config) -> Iterator[_Candidate]:
 def _ways(call: _Volume, direction: Pass) -> Iterator[_Candidate]:
     """The candidates of a volume: its ways, without gradients, or for ``"grads"`` in a whole training step."""
     config, p, is_step = call.config, call.config.problem, direction == "grads"
-    last = config.memory_format is torch.channels_last
+    last = config.channels_last
     kind: dict[str, Any] = {"dtype": config.dtype, "device": config.device, "requires_grad": is_step}
     input, weight = (torch.randn(shape, **kind) for shape in (p.input_shape, p.weight_shape))
     bias = torch.randn(p.out_channels, **kind) if call.bias else None

@@ -33,7 +33,7 @@ _LAUNCH_SECONDS, _REACHED = 3e-6, 0.7  # roofline: seconds of a launch; share of
 def sizes(problem: Problem) -> list[float]:
     """The features that corrections are linear in: a one, logarithms to base 2 of sizes, and flags of the layer."""
     p = problem
-    channels = p.in_channels // p.groups, p.out_channels // p.groups
+    channels = p.gemm_k, p.group_out_channels
     log, is_grouped, is_strided = math.log2, p.groups > 1, max(p.stride) > 1
     flops, moved = log(max(1, p.useful_flops)), log(max(1, p.least_bytes(4)))
     even = math.gcd(p.in_channels, p.out_channels, 64)

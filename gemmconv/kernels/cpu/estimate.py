@@ -40,7 +40,7 @@ def cycles(config: Config, is_gradient: bool, together: bool) -> float:
     In a cycle a core multiplies two vectors, or loads two: cells of a tile, or weights.
     """
     p, kernels = config.problem, kernels_for(config.dtype)
-    channels, targets = p.in_channels // p.groups, p.out_channels // p.groups
+    channels, targets = p.gemm_k, p.group_out_channels
     if is_gradient:
         channels, targets = targets, channels
     table, blocks = table_of(p, is_gradient, together), -(-targets // kernels.rows)
@@ -66,7 +66,7 @@ def _least_cycles(config: Config, direction: Pass) -> float:
 def sizes(config: Config, direction: Pass) -> dict[str, float]:
     """The features that the rule is linear in: logarithms to base 2 of a layer's sizes, and flags."""
     p = config.problem
-    of_input, of_output = p.in_channels // p.groups, p.out_channels // p.groups
+    of_input, of_output = p.gemm_k, p.group_out_channels
     least = p.useful_flops / 4 / kernels_for(config.dtype).lanes
     return {
         "1": 1.0,
@@ -106,7 +106,7 @@ def speedup(config: Config, direction: Pass) -> float:
         return 0.0
     values = sizes(config, direction)
     short, wasteful = p.taps < _LEAST_TAPS or p.input_size[1] < _LEAST_TAPS, values["waste"] > _MOST_WASTE
-    fills = math.gcd(p.in_channels // p.groups, p.out_channels // p.groups) % kernels_for(config.dtype).lanes == 0
+    fills = math.gcd(p.gemm_k, p.group_out_channels) % kernels_for(config.dtype).lanes == 0
     if (values["is_depthwise"] and short) or (max(p.stride) == 1 and (wasteful or fills)):
         return 0.0
     return float(2 ** sum(values[name] * coefficients[name] for name in coefficients))
