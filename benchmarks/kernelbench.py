@@ -74,6 +74,7 @@ def row_of(path: Path, device: torch.device, compiled: bool) -> dict[str, Any]:
             exact = deepcopy(original)(*inputs)
         errors = {name: relative_error(model(*inputs), exact) for name, model in models.items() if name != "again"}
         if compiled:
+            torch.compiler.reset()  # it gives up on a layer's code after eight other layers
             models |= {f"{name}, compiled": torch.compile(models[name]) for name in ("torch", "converted")}
             errors |= {name: relative_error(models[name](*inputs), exact) for name in models if "compiled" in name}
         del exact

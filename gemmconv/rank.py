@@ -33,7 +33,7 @@ from gemmconv.ops import volumes
 from gemmconv.ops.autocast import current_dtype
 from gemmconv.ops.call_cache import arguments_key, find_or_make
 from gemmconv.ops.schemas import is_channels_last
-from gemmconv.selection import NAMES, torch_precision
+from gemmconv.selection import NAMES
 
 Ints = int | Sequence[int]
 Way = Literal["images", "product", "torch"]  # of computing a volume
@@ -130,7 +130,7 @@ def conv_transpose3d(
     if input.dim() == 4:
         return conv_transpose3d(input.unsqueeze(0), weight, bias, *geometry, **options).squeeze(0)
     dtype = current_dtype(input)
-    rounding = precision or torch_precision(dtype, input.device)
+    rounding = precision or volumes.precision_of(dtype, input.device)
     last = is_channels_last(input) or is_channels_last(weight)
     if _is_for_torch(input, weight, bias, algorithm):
         return torch.conv_transpose3d(input, weight, bias, *problem.geometry)
@@ -169,7 +169,7 @@ def compute(
     if dtype != input.dtype:  # so that slices are copied in fewer bytes
         input, weight, bias = input.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     if way == "product":
-        return volumes.conv_transpose3d(input, weight, bias, problem, "ieee" if config.is_ieee else "tf32")
+        return volumes.conv_transpose3d(input, weight, bias, problem, options["precision"])
     return _as_images(input, weight, bias, problem, config.channels_last, options)
 
 
@@ -336,8 +336,10 @@ def _as_images(
                 value = connected + (input.new_zeros(p.out_channels) if bias is None else bias)
                 found.append(value[:, None, None].expand(batch * count, -1, *p.output_size[1:]))
         places = tuple(part[0] for part in parts)
-        kind = _Interleave if torch.compiler.is_compiling() else _InterleaveWithTangents
-        volume = kind.apply(batch, p.output_size[0], p.stride[0], places, last, *found)
+        interleave: Any = _InterleaveWithTangents.apply
+        if torch.compiler.is_compiling():  # which traces neither tangents nor, without gradients, such a function
+            interleave = _Interleave.apply if torch.is_grad_enabled() else _Interleave.forward
+        volume = interleave(batch, p.output_size[0], p.stride[0], places, last, *found)
     return volume.contiguous(memory_format=torch.channels_last_3d if last else torch.contiguous_format)
 
 

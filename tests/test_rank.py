@@ -177,6 +177,23 @@ def test_transforms_compiled_graphs_and_exports(rank):
 
 
 @each_rank
+@pytest.mark.parametrize("kernel_size", [2, 3], ids="k{}".format)
+@pytest.mark.parametrize("records", [False, True])
+def test_compiled_in_one_graph(rank, kernel_size, records, device):
+    """Under a stride of 2 a kernel of 2 has one product for all phases, one of 3 has a product for each phase."""
+    algorithm = "auto" if device == "cuda" else "gemm_col2im"  # on a CPU auto leaves traced calls to torch
+    layer = LAYERS[rank](16, 16, kernel_size, stride=2, algorithm=algorithm, device=device)
+    input = torch.randn(2, 16, *(4, 3, 5)[:rank], device=device, requires_grad=records)
+    torch.compiler.reset()
+    with torch.set_grad_enabled(records), conv_precision("ieee"):
+        output = torch.compile(layer, backend="aot_eager", fullgraph=True)(input)
+        torch.testing.assert_close(output, layer(input))
+    if records:
+        gradients = torch.autograd.grad(output.sum(), (input, layer.weight))
+        torch.testing.assert_close(gradients, torch.autograd.grad(layer(input).sum(), (input, layer.weight)))
+
+
+@each_rank
 def test_autocast_computes_in_its_dtype(rank):
     layer, input = LAYERS[rank](3, 2, 3, stride=2, algorithm="gemm_col2im"), tensors_of(rank, torch.float32)[0]
     with torch.autocast("cpu", torch.bfloat16):

@@ -14,10 +14,11 @@ from gemmconv.geometry import Problem
 from gemmconv.kernels.base import Config, Precision
 from gemmconv.kernels.conv import gemm_mma
 from gemmconv.ops.call_cache import find_or_make, tensor_signature
+from gemmconv.selection import torch_precision
 
 _SCHEMA = (
     "(Tensor input, Tensor weight, Tensor? bias, SymInt[] stride, SymInt[] padding, SymInt[] output_padding,"
-    " SymInt groups, SymInt[] dilation, str precision) -> Tensor"
+    " SymInt groups, SymInt[] dilation, str? precision) -> Tensor"
 )
 
 
@@ -25,7 +26,13 @@ def _spec_of(device: torch.device) -> DeviceSpec:
     return spec_of(device)
 
 
-_spec_of._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compile does not look into its cache
+def precision_of(dtype: torch.dtype, device: torch.device) -> Precision:
+    """The precision of torch's convolutions, for a choice; a compiled graph keeps what it was when it was traced."""
+    return torch_precision(dtype, device)
+
+
+# torch.compile can trace neither, and takes the results as constants.
+_spec_of._dynamo_marked_constant = precision_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def config_of(
@@ -37,23 +44,26 @@ def config_of(
 
 
 def conv_transpose3d(
-    input: Tensor, weight: Tensor, bias: Tensor | None, problem: Problem, precision: Precision
+    input: Tensor, weight: Tensor, bias: Tensor | None, problem: Problem, precision: Precision | None
 ) -> Tensor:
-    """The transposed convolution of a batch of contiguous volumes, ``[N, C_in, D, H, W]``, which has been checked."""
+    """The transposed convolution of a batch of contiguous volumes, ``[N, C_in, D, H, W]``, which has been checked.
+
+    Without a precision each call follows torch's setting, in a compiled graph too.
+    """
     output: Tensor = _operator(input, weight, bias, *problem.geometry, precision)
     return output
 
 
 def _compute(input: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> Tensor:
-    *geometry, precision = (one if isinstance(one, int | str) else tuple(one) for one in arguments)
+    geometry = [one if isinstance(one, int) else tuple(one) for one in arguments[:-1]]
+    rounding: Precision = arguments[-1] or torch_precision(input.dtype, input.device)
     tensors = (input.contiguous(), weight.contiguous(), bias)
-    key = "volume", *map(tensor_signature, tensors), *geometry, precision
+    key = "volume", *map(tensor_signature, tensors), *geometry, rounding
 
     def torchs() -> Callable[..., Tensor]:
         return lambda *tensors: torch.conv_transpose3d(*tensors, *geometry)
 
     def ours() -> Callable[..., Tensor]:
-        rounding: Precision = "tf32" if precision == "tf32" else "ieee"
         config = config_of(_problem(input.shape, weight.shape, *geometry), input.dtype, input.device, rounding)
         if gemm_mma.KERNEL.why_not(config, "forward") is not None:
             return torchs()
