@@ -64,13 +64,13 @@ class _Layer(nn.Module):
         """Called when the layer was made, copied or unpickled."""
 
     def _arguments(self) -> tuple[Any, ...]:
-        """The arguments after its tensors of the call on images that computes a 1-D or 2-D layer."""
+        """The arguments of a call after its tensors; a 1-D layer's are those of the call on images."""
         geometry = self.stride, self.padding, self.output_padding, self.groups, self.dilation
-        planar = geometry if len(self.stride) == 2 else rank.of_height_1(*geometry)  # type: ignore[arg-type]
-        return *planar, self.algorithm, self.precision, self.workspace_limit
+        given = rank.of_height_1(*geometry) if len(self.stride) == 1 else geometry  # type: ignore[arg-type]
+        return *given, self.algorithm, self.precision, self.workspace_limit
 
     def _arguments_key(self) -> bytes | None:
-        """The key of a call's arguments, as one on images; attributes may have changed since the last call."""
+        """The key of a call's arguments; attributes may have changed since the last call."""
         arguments: tuple[Any, ...] = (
             *(self.stride, self.padding, self.output_padding, self.groups, self.dilation),
             *(self.algorithm, self.precision, self.workspace_limit),
@@ -217,7 +217,7 @@ class ConvTranspose1d(_Layer, nn.ConvTranspose1d):
 
 
 class ConvTranspose3d(_Layer, nn.ConvTranspose3d):
-    """torch.nn.ConvTranspose3d, computed by gemmconv as images; see :class:`ConvTranspose2d` and gemmconv/rank.py.
+    """torch.nn.ConvTranspose3d, computed by gemmconv; see :class:`ConvTranspose2d` and gemmconv/rank.py.
 
     >>> import torch
     >>> ConvTranspose3d(64, 32, 2, stride=2)(torch.ones(1, 64, 4, 8, 8)).shape
@@ -225,9 +225,6 @@ class ConvTranspose3d(_Layer, nn.ConvTranspose3d):
     """
 
     _function = staticmethod(rank.conv_transpose3d)
-
-    def _arguments_key(self) -> None:
-        """None: calls on volumes are not prepared."""
 
 
 RANKS: dict[type[nn.Module], int] = {nn.ConvTranspose1d: 1, nn.ConvTranspose2d: 2, nn.ConvTranspose3d: 3}

@@ -12,7 +12,7 @@ Sums over depth taps are thus part of one product, which is rounded once, and no
 depth equals its stride, all phases read one slice, and are one convolution with S times the output channels.
 Everything is made of operators with gradients, so gradients, transforms and graphs work as for images.
 
-Dense volumes that are slower as images are one product by a kernel of their own (gemmconv/ops/volumes.py) on Hopper.
+On a GPU most volumes are one product instead, by a kernel of their own (gemmconv/ops/volumes.py).
 """
 
 from __future__ import annotations
@@ -29,17 +29,18 @@ from gemmconv.dispatch import are_for_torch, is_for_torch, transforms_active
 from gemmconv.functional import conv_transpose2d
 from gemmconv.geometry import Problem, phases_of
 from gemmconv.kernels.base import Config, Pass, Precision
-from gemmconv.ops import volumes
+from gemmconv.ops import plain, volumes
 from gemmconv.ops.autocast import current_dtype
-from gemmconv.ops.call_cache import arguments_key, find_or_make
-from gemmconv.ops.schemas import is_channels_last
+from gemmconv.ops.call_cache import arguments_key
+from gemmconv.ops.schemas import Tensors, is_channels_last
 from gemmconv.selection import NAMES
 
 Ints = int | Sequence[int]
 Way = Literal["images", "product", "torch"]  # of computing a volume
 _DENSE, _FEW = 16, 64  # channels of a group: fewer are few for a tensor core; at most so many are few for cuDNN
-_PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))
-_LARGE_ON_A_CPU = 1 << 21  # elements of an output
+_LEAST_OF_A_GROUP = 8  # channels, where there are several groups, that one product takes
+# Elements of an output from which on images may pay: forward, in a training step, and on a CPU.
+_LARGE, _LARGE_STEP, _LARGE_ON_A_CPU = 1 << 24, 1 << 25, 1 << 21
 
 
 def conv_transpose1d(
@@ -126,20 +127,34 @@ def conv_transpose3d(
     if arrays.are_foreign(input, weight, bias):
         tensors = {"input": input, "weight": weight, "bias": bias}
         return arrays.call(conv_transpose3d, tensors, *geometry, **options)
-    problem = _known(input, weight, bias, geometry, options)
+    key = None
+    # A repeated call: a call of the same signature was prepared before, and its checks were made then.
+    if plain.are_torch_tensors(input, weight, bias) and not torch.compiler.is_compiling():
+        text = arguments_key((*geometry, *options.values()))
+        call, key = (None, None) if text is None else plain.find_call(input, weight, bias, text)
+        if call is not None:
+            return call(input, weight, bias)
+    problem = _checked(3, input, weight, bias, geometry, options)
     if input.dim() == 4:
         return conv_transpose3d(input.unsqueeze(0), weight, bias, *geometry, **options).squeeze(0)
+    if _is_for_torch(input, weight, bias, algorithm):
+        plain.store_call(
+            key, lambda input, weight, bias: torch.conv_transpose3d(input, weight, bias, *problem.geometry)
+        )
+        return torch.conv_transpose3d(input, weight, bias, *problem.geometry)
     dtype = current_dtype(input)
     rounding = precision or volumes.precision_of(dtype, input.device)
     last = is_channels_last(input) or is_channels_last(weight)
-    if _is_for_torch(input, weight, bias, algorithm):
-        return torch.conv_transpose3d(input, weight, bias, *problem.geometry)
     config = volumes.config_of(problem, dtype, input.device, rounding, last)
     way: Way = "images"
     if algorithm == "auto":
         records = torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad)
         way = choose_way(config, "grads" if records else "forward")
-    return compute(way, input, weight, bias, config, options)
+    if key is None:
+        return compute(way, input, weight, bias, config, options)
+    call = prepare(way, (input, weight, bias), config, options)
+    plain.store_call(key, call)
+    return call(input, weight, bias)
 
 
 def choose_way(config: Config, direction: Pass = "forward") -> Way:
@@ -149,11 +164,18 @@ def choose_way(config: Config, direction: Pass = "forward") -> Way:
         config: of the volume; torch.channels_last stands for channels_last_3d.
         direction: ``"forward"``, or ``"grads"`` for a call whose gradients are recorded.
     """
-    entry = None if torch.compiler.is_compiling() else tuned.entry_of(config, direction)
-    if entry is not None:
+    if torch.compiler.is_compiling():
+        return way_of(config, direction, volumes.is_hopper(config.device))
+    if (entry := tuned.entry_of(config, direction)) is not None:
         return cast(Way, entry.algorithms[0])
-    way = way_of(config)
-    return "torch" if way == "product" and config.dtype == torch.float64 else way
+    return way_of(config, direction, config.spec.is_hopper)
+
+
+def prepare(way: Way, tensors: Tensors, config: Config, options: dict[str, Any]) -> volumes.Call:
+    """Prepare the eager call of a batch of volumes in one way; see :func:`compute`."""
+    if way == "product":
+        return volumes.prepare(tensors, config)
+    return lambda input, weight, bias: compute(way, input, weight, bias, config, options)
 
 
 def compute(
@@ -161,9 +183,9 @@ def compute(
 ) -> Tensor:
     """Compute a batch of volumes in one way; the configuration has the dtype that autocast makes of the tensors."""
     problem, dtype = config.problem, config.dtype
-    has_tangents = not torch.compiler.is_compiling() and forward_ad._current_level >= 0
-    if way == "product" and (has_tangents or transforms_active()):
-        way = "torch"  # the product's operator has no rules for tangents and transforms
+    if way == "product":  # whose operator has no rules for tangents and transforms
+        has_tangents = not torch.compiler.is_compiling() and forward_ad._current_level >= 0
+        way = "torch" if has_tangents or transforms_active() else way
     if way == "torch":
         return torch.conv_transpose3d(input, weight, bias, *problem.geometry)
     if dtype != input.dtype:  # so that slices are copied in fewer bytes
@@ -240,18 +262,6 @@ def _is_for_torch(input: Any, weight: Any, bias: Any, algorithm: str) -> bool:
     return input.is_complex() or is_for_torch() or are_for_torch(input, weight, bias)
 
 
-def _known(input: Any, weight: Any, bias: Any, geometry: Any, options: Any) -> Problem:
-    """:func:`_checked`, which repeated calls of plain tensors pass by."""
-    tensors = input, weight, bias
-    are_plain = not torch.compiler.is_compiling() and all(type(one) in _PLAIN for one in tensors)
-    if not are_plain or (text := arguments_key((geometry, options))) is None:
-        return _checked(3, input, weight, bias, geometry, options)
-    described = (None if one is None else (one.shape, one.dtype, one.device, one.layout) for one in tensors)
-    key = "checked", *described, text, torch.is_autocast_enabled(input.device.type)
-    problem: Problem = find_or_make(key, lambda: _checked(3, input, weight, bias, geometry, options))
-    return problem
-
-
 def _checked(rank: int, input: Any, weight: Any, bias: Any, geometry: Any, options: Any) -> Problem:
     """The problem of a call, with a batch of 1 if it has none, after all checks."""
     where = f"conv_transpose{rank}d"
@@ -268,37 +278,54 @@ def _checked(rank: int, input: Any, weight: Any, bias: Any, geometry: Any, optio
     return problem
 
 
-def way_of(config: Config) -> Way:
+def way_of(config: Config, direction: Pass, is_hopper: bool) -> Way:
     """The way of computing a volume that is expected to take the least time: a rule from measured layers.
 
-    18 layers of nnU-Net, SwinUNETR, MONAI, VNet and KernelBench on an H200 (torch 2.11, cuDNN 9.19, TF32 and bfloat16),
-    speed over torch's operator in NCDHW: kernel equal to stride 1.5 to 2.1 times forward and 1.3 to 2.1 times backward,
-    with a depth of 1 from 2.5 to 7.3 times; groups, dilation or few channels 1.7 to 23 times and 1.2 to 5.4 times;
-    stride 1 and at most 64 channels 1.5 to 3.4 times; other dense layers 0.6 to 1.1 times. Those are one product: ten
-    layers took 1.1 to 14 times torch's speed forward in TF32, 1.1 to 13 in bfloat16, 1.1 to 6 without TF32; gradients,
-    0.4 to 3 times, are torch's. One of stride 1 and 128 channels took 0.9 times in TF32: such layers are torch's, too,
-    unless products are float32 that is not rounded. In channels_last_3d a kernel equal to the stride took 0.6 to 1.4
-    times forward and 0.1 to 1.5 times backward, with a depth of 1 from 1.2 to 4.7 times. On two cores of an AMD EPYC:
-    large volumes under a kernel equal to the stride 1.4 to 2.5 times, strides with dilation 2.1 to 2.7 times, others
-    0.5 to 1.2 times.
+    Times torch's speed in NCDHW on an H200 (torch 2.11, cuDNN 9.19), 12 layers at four sizes, TF32 and bfloat16:
+
+    - forward, one product had 1.0 to 6.5 times, with groups up to 15 times, but 0.8 to 1.1 times under a stride of 1
+      where the channels fill cuDNN's tiles; without TF32 1.1 to 6 times, on ten other layers;
+    - forward, images were faster than the product for a depth of 1 (1.3 to 2.7 times) and for 256 channels whose kernel
+      is the stride (1.2 times), and serve depthwise layers (4 to 6 times), which the product does not take;
+    - gradients as images had 1.3 to 1.6 times where the kernel is the stride, 1.3 to 5 times for few channels and many
+      groups, else 0.4 to 1.3 times; those of the product are torch's.
+
+    Images keep the host for 0.1 to 0.5 ms, in a training step for 0.4 to 1.8 ms, and so are for large outputs alone; a
+    product takes no more of it than torch's operator. On two cores of an AMD EPYC, images had 1.4 to 2.5 times torch's
+    speed for large volumes under a kernel equal to the stride, 2.1 to 2.7 times for strides with dilation, 0.5 to 1.2
+    times for others.
     """
-    p, last = config.problem, config.channels_last
+    p, last, is_step = config.problem, config.channels_last, direction == "grads"
     channels = p.gemm_k, p.group_out_channels
     apart = all(_is_apart(p, axis) for axis in range(3))
-    if config.device.type == "cuda":
-        if p.groups > 1 or max(p.dilation) > 1 or min(channels) < _DENSE:
+    if config.device.type != "cuda":
+        if max(p.dilation) > 1 and max(p.stride) > 1:
             return "images"
-        if not config.spec.is_hopper:
-            return "torch"
-        if apart:
-            return "images" if not last or p.kernel_size[0] == 1 else "torch"
-        if not config.is_ieee and max(p.stride) == 1:
-            return "images" if max(channels) <= _FEW else "torch"
-        return "torch" if last else "product"
-    if max(p.dilation) > 1 and max(p.stride) > 1:
+        return "images" if apart and not last and _has_outputs(p, _LARGE_ON_A_CPU) else "torch"
+    is_flat, is_dense = p.kernel_size[0] == 1 and apart, p.groups == max(p.dilation) == 1 and min(channels) >= _DENSE
+    if is_dense and not is_hopper:
+        return "torch"
+    fits = not last and config.dtype != torch.float64 and min(channels) >= (2 if p.groups == 1 else _LEAST_OF_A_GROUP)
+    if not fits:
+        pays = is_flat or not is_dense
+    elif is_step:
+        pays = apart or p.groups > 1 or min(channels) < _DENSE
+    else:
+        pays = is_flat or (apart and min(channels) > _FEW)
+    if pays and _has_outputs(p, _LARGE_STEP if is_step else _LARGE):
         return "images"
-    is_large = p.batch * p.out_channels * p.out_pixels >= _LARGE_ON_A_CPU
-    return "images" if apart and not last and is_large else "torch"
+    if is_dense and max(p.stride) == 1 and not config.is_ieee:
+        fill_tiles = all(count % (_FEW if config.dtype == torch.float32 else _FEW // 2) == 0 for count in channels)
+        if fill_tiles or max(channels) > _FEW:
+            return "torch"
+    return "product" if fits else "torch"
+
+
+def _has_outputs(problem: Problem, least: int) -> bool:
+    """Whether the output has at least so many elements; False in an export, whose sizes may change."""
+    if torch.compiler.is_exporting():
+        return False
+    return problem.batch * problem.out_channels * problem.out_pixels >= least
 
 
 def _as_images(

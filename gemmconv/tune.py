@@ -27,7 +27,8 @@ from gemmconv.ops.autocast import current_dtype
 from gemmconv.ops.configs import config_of
 from gemmconv.ops.gradients import prepare_gradients
 from gemmconv.ops.schemas import Options, checked_problem, is_channels_last, without_data
-from gemmconv.rank import Way, compute, of_height_1
+from gemmconv.rank import Way, of_height_1
+from gemmconv.rank import prepare as prepare_volume
 from gemmconv.selection import NATIVE
 from gemmconv.tuned import Entry
 from gemmconv.warmup import check_step, recording, run_step, show_progress, trial, with_progress
@@ -273,9 +274,12 @@ def _ways(call: _Volume, direction: Pass) -> Iterator[_Candidate]:
     leaves = [one for one in (input, weight, bias) if one is not None]
 
     def prepare(way: Way) -> Run:
+        with torch.set_grad_enabled(is_step):
+            prepared = prepare_volume(way, (input, weight, bias), config, dict(call.options))
+
         def run() -> None:
             with torch.set_grad_enabled(is_step):
-                output = compute(way, input, weight, bias, config, dict(call.options))
+                output = prepared(input, weight, bias)
                 if is_step:
                     torch.autograd.grad(output.sum(), leaves)
 

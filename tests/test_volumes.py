@@ -111,21 +111,28 @@ def test_operator_compiles_and_leaves_transforms_and_float64_to_torch(as_product
         assert call(input).dtype == torch.bfloat16
 
 
-def test_rule_takes_dense_volumes_on_hopper():
+def test_rule_on_gpus():
+    """Small outputs are never images, which keep the host long; dense layers are torch's where nothing was measured."""
     hopper, device = named("H200"), torch.device("cuda", 0)
-    dense = Problem(2, 32, 64, 1, (16,) * 3, (3,) * 3, (2,) * 3, (1,) * 3, (0,) * 3, (1,) * 3)
-    config = Config(dense, torch.float32, device, "tf32", spec=hopper)
-    apart, grouped = replace(dense, kernel_size=(2,) * 3, padding=(0,) * 3), replace(dense, groups=2)
-    assert rank.way_of(config) == "product"
-    assert rank.way_of(replace(config, memory_format=torch.channels_last)) == "torch"
-    assert rank.way_of(replace(config, spec=named("A100"))) == "torch"
-    assert rank.way_of(replace(config, problem=apart)) == "images"
-    assert rank.way_of(replace(config, problem=grouped)) == "images"
-    plain = replace(dense, stride=(1,) * 3)
-    assert rank.way_of(replace(config, problem=plain)) == "images"
-    wide = replace(config, problem=replace(plain, out_channels=128))
-    assert rank.way_of(wide) == "torch"
-    assert rank.way_of(replace(wide, precision="ieee")) == "product"
+    dense = Problem(2, 32, 48, 1, (16,) * 3, (3,) * 3, (2,) * 3, (1,) * 3, (0,) * 3, (1,) * 3)
+    large, flat = {"input_size": (64,) * 3}, {"kernel_size": (1, 2, 2), "stride": (1, 2, 2), "padding": (0,) * 3}
+    apart = {"kernel_size": (2,) * 3, "padding": (0,) * 3}
+
+    def way(changes, direction="forward", **of_config):
+        config = Config(replace(dense, **changes), torch.float32, device, "tf32", spec=hopper)
+        config = replace(config, **of_config)
+        return rank.way_of(config, direction, config.spec.is_hopper)
+
+    last, other = {"memory_format": torch.channels_last}, {"spec": named("A100")}
+    assert way({}) == way({}, "grads") == way(large) == way({"groups": 2}) == way(apart) == way(flat) == "product"
+    assert way(apart | large) == "product"
+    assert way(apart | large, "grads") == way(flat | large) == way({"groups": 16} | large) == "images"
+    assert way({"groups": 16}) == way({"groups": 16}, "grads") == way({}, **last) == way({}, **other) == "torch"
+    assert way({"groups": 2}, **other) == way({"dilation": (2,) * 3}, **other) == "product"
+    assert way({"groups": 2} | large, **last) == way(flat | large, **last) == "images"
+    stride_1 = {"stride": (1,) * 3}
+    assert way(stride_1) == way(stride_1 | {"out_channels": 128}, precision="ieee") == "product"
+    assert way(stride_1 | {"out_channels": 128}) == way(stride_1 | {"in_channels": 64, "out_channels": 64}) == "torch"
 
 
 def test_explain_says_that_a_volume_is_one_product():
@@ -134,6 +141,34 @@ def test_explain_says_that_a_volume_is_one_product():
     assert found.algorithm == "fused"
     assert 0 < found.product < 1e-2
     assert "as one product by conv/gemm_mma" in str(found)
+
+
+@pytest.mark.gpu
+def test_prepared_calls_of_a_product(as_products, poison):
+    """Repeated calls, without a batch, of strided tensors, under autocast, with gradients of gradients."""
+    input, weight, bias = tensors_of(PROBLEMS[0], device="cuda")
+    strided = input.transpose(3, 4).contiguous().transpose(3, 4)
+    wanted = torch.conv_transpose3d(input.double(), weight.double(), bias.double(), **ARGUMENTS)
+    for _ in range(3):
+        for given in (input, strided, input[0]):
+            poison("cuda")
+            output = gemmconv.conv_transpose3d(given, weight, bias, **ARGUMENTS, precision="ieee")
+            torch.testing.assert_close(output.double(), wanted[0] if given.dim() == 4 else wanted, atol=1e-4, rtol=1e-4)
+    leaves = [one.clone().requires_grad_() for one in (input, weight, bias)]
+    with torch.autocast("cuda", torch.bfloat16):
+        output = gemmconv.conv_transpose3d(*leaves, **ARGUMENTS)
+    assert output.dtype == torch.bfloat16
+    gradients = torch.autograd.grad(output.float().square().sum(), leaves)
+    assert all(one.dtype == torch.float32 for one in gradients)
+    first = torch.autograd.grad(
+        gemmconv.conv_transpose3d(*leaves, **ARGUMENTS).square().sum(), leaves, create_graph=True
+    )
+    torchs = torch.autograd.grad(torch.conv_transpose3d(*leaves, **ARGUMENTS).square().sum(), leaves, create_graph=True)
+    for grads in (first, torchs):
+        grads[0].square().mean().backward()
+    torch.testing.assert_close(first, torchs, atol=0.05, rtol=0.05)
+    for one, other in zip(gradients, torchs, strict=True):
+        assert (one - other).norm() < 0.02 * other.norm()
 
 
 @pytest.mark.gpu

@@ -9,12 +9,16 @@ import torch
 from torch import Tensor
 
 from gemmconv.algorithms.fallback import with_fallback
-from gemmconv.device import DeviceSpec, make_current, spec_of
+from gemmconv.device import REFERENCE, make_current, spec_of
 from gemmconv.geometry import Problem
 from gemmconv.kernels.base import Config, Precision
 from gemmconv.kernels.conv import gemm_mma
+from gemmconv.ops.autocast import cast_as_autocast, is_autocasting
 from gemmconv.ops.call_cache import find_or_make, tensor_signature
+from gemmconv.ops.schemas import Tensors
 from gemmconv.selection import torch_precision
+
+Call = Callable[..., Tensor]  # of input, weight, and bias or None
 
 _SCHEMA = (
     "(Tensor input, Tensor weight, Tensor? bias, SymInt[] stride, SymInt[] padding, SymInt[] output_padding,"
@@ -22,8 +26,8 @@ _SCHEMA = (
 )
 
 
-def _spec_of(device: torch.device) -> DeviceSpec:
-    return spec_of(device)
+def is_hopper(device: torch.device) -> bool:
+    return spec_of(device).is_hopper
 
 
 def precision_of(dtype: torch.dtype, device: torch.device) -> Precision:
@@ -32,15 +36,19 @@ def precision_of(dtype: torch.dtype, device: torch.device) -> Precision:
 
 
 # torch.compile can trace neither, and takes the results as constants.
-_spec_of._dynamo_marked_constant = precision_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
+is_hopper._dynamo_marked_constant = precision_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def config_of(
     problem: Problem, dtype: torch.dtype, device: torch.device, precision: Precision, last: bool = False
 ) -> Config:
-    """The configuration of a volume's call; ``last``: it is in channels_last_3d, which the kernel does not take."""
+    """The configuration of a volume's call; ``last``: it is in channels_last_3d, which the kernel does not take.
+
+    In a graph that is traced it has no device of its own: torch.compile traces no attributes of one.
+    """
+    spec = REFERENCE if torch.compiler.is_compiling() else spec_of(device)
     memory_format = torch.channels_last if last else torch.contiguous_format
-    return Config(problem, dtype, device, precision, memory_format=memory_format, spec=_spec_of(device))
+    return Config(problem, dtype, device, precision, memory_format=memory_format, spec=spec)
 
 
 def conv_transpose3d(
@@ -54,24 +62,59 @@ def conv_transpose3d(
     return output
 
 
+def prepare(tensors: Tensors, config: Config) -> Call:
+    """Prepare an eager call as one product on tensors of this signature, with an autograd node if it records gradients.
+
+    Args:
+        tensors: input, weight, and bias or None.
+        config: has the dtype to which autocast, where it is on, casts the tensors in each call.
+    """
+    casts = is_autocasting(config.device.type)
+    records = torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in tensors)
+    geometry, run = config.problem.geometry, with_fallback(config.device, *_calls(config))
+    forward = run if all(one is None or one.is_contiguous() for one in tensors) else _with_copies(run)
+    apply: Any = super(torch.autograd.Function, _Node).apply  # torch's own also looks for transforms: there are none
+
+    def call(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if casts:
+            input, weight, bias = (cast_as_autocast(one, config.dtype) for one in (input, weight, bias))
+        output: Tensor = apply(input, weight, bias, forward, geometry) if records else forward(input, weight, bias)
+        return output
+
+    return call
+
+
+def _calls(config: Config) -> tuple[Callable[[], Call], Callable[[], Call]]:
+    """Functions that prepare the forward call on contiguous tensors: by the kernel, if it can serve, and by torch."""
+    kernel = gemm_mma.KERNEL
+
+    def torchs() -> Call:
+        return lambda input, weight, bias: torch.conv_transpose3d(input, weight, bias, *config.problem.geometry)
+
+    def ours() -> Call:
+        if kernel.why_not(config, "forward") is not None:
+            return torchs()
+        return kernel.prepare(config, "forward", kernel.tile(config, "forward"))
+
+    return ours, torchs
+
+
+def _with_copies(call: Call) -> Call:
+    """A call that first copies tensors that are not contiguous."""
+    return lambda *tensors: call(*(one if one is None else one.contiguous() for one in tensors))
+
+
 def _compute(input: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> Tensor:
     geometry = [one if isinstance(one, int) else tuple(one) for one in arguments[:-1]]
     rounding: Precision = arguments[-1] or torch_precision(input.dtype, input.device)
-    tensors = (input.contiguous(), weight.contiguous(), bias)
-    key = "volume", *map(tensor_signature, tensors), *geometry, rounding
+    key = "volume", *map(tensor_signature, (input, weight, bias)), *geometry, rounding
 
-    def torchs() -> Callable[..., Tensor]:
-        return lambda *tensors: torch.conv_transpose3d(*tensors, *geometry)
-
-    def ours() -> Callable[..., Tensor]:
+    def make() -> Call:
         config = config_of(_problem(input.shape, weight.shape, *geometry), input.dtype, input.device, rounding)
-        if gemm_mma.KERNEL.why_not(config, "forward") is not None:
-            return torchs()
-        return gemm_mma.KERNEL.prepare(config, "forward", gemm_mma.KERNEL.tile(config, "forward"))
+        return _with_copies(with_fallback(input.device, *_calls(config)))
 
     with make_current(input.device):
-        call = find_or_make(key, lambda: with_fallback(input.device, ours, torchs))
-        output: Tensor = call(*tensors)
+        output: Tensor = find_or_make(key, make)(input, weight, bias)
         return output
 
 
@@ -97,7 +140,18 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Any, ...]:
         *(grad_output, *ctx.saved_tensors, ctx.bias_sizes, stride, padding, dilation),
         *(True, output_padding, groups, list(ctx.needs_input_grad[:3])),
     )
-    return *gradients, *(None,) * 6
+    return *gradients, *[None] * (len(ctx.needs_input_grad) - 3)
+
+
+class _Node(torch.autograd.Function):
+    """The autograd node of a prepared call."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, call: Call, geometry: Any) -> Tensor:
+        _save(ctx, (input, weight, bias, *geometry, None), input)
+        return call(input, weight, bias)
+
+    backward = staticmethod(_backward)
 
 
 _operator = torch.library.custom_op("gemmconv::conv_transpose3d", _compute, mutates_args=(), schema=_SCHEMA)
