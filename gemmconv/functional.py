@@ -6,6 +6,7 @@ Tensor subclasses are served by the protocol of torch's own functions, torch.ove
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from gemmconv.kernels.base import Precision
 from gemmconv.kernels.columns.cpu import is_few_outputs
 from gemmconv.ops import call_cache, plain
 from gemmconv.ops import compiled as compiled  # registers the operators' lowerings for torch.compile
+from gemmconv.ops.schemas import Window, col2im_problem, im2col_problem
 from gemmconv.selection import NAMES, torch_precision
 
 IntOrPair = int | Sequence[int]
@@ -150,29 +152,44 @@ def _rounds_like_torch(tensor: Tensor, precision: Precision | None) -> bool:
 def im2col(
     input: Tensor, kernel_size: IntOrPair, dilation: IntOrPair = 1, padding: IntOrPair = 0, stride: IntOrPair = 1
 ) -> Tensor:
-    """Columns of sliding windows, as torch.nn.functional.unfold defines them.
+    """Columns of sliding windows of signals, images or volumes, as torch.nn.functional.unfold defines them for images.
+
+    A ``kernel_size`` of one or three elements asks for signals or volumes; an int is for images, or for volumes if the
+    input has five dimensions.
 
     Args:
-        input: ``[N, C, H, W]`` or ``[C, H, W]``, floating-point.
-        kernel_size, dilation, padding, stride: an int or ``(height, width)``, in elements.
+        input: ``[N, C, L]``, ``[N, C, H, W]`` or ``[N, C, D, H, W]``, or without N; floating-point.
+        kernel_size: an int, ``(length,)``, ``(height, width)`` or ``(depth, height, width)``, in elements.
+        dilation, padding, stride: an int, or as many as there are axes.
 
     Returns:
-        ``[N, C*K_h*K_w, L]`` (or without N), L windows in row-major order.
+        ``[N, C*K, L]`` (or without N), L windows in row-major order, K the product of kernel_size.
 
     Raises:
-        TypeError, RuntimeError: see conv_transpose2d; also a window larger than the padded image.
+        TypeError, RuntimeError: see conv_transpose2d; also a window larger than the padded input.
 
     >>> im2col(torch.ones(1, 2, 5, 5), 3).shape
     torch.Size([1, 18, 9])
+    >>> im2col(torch.ones(1, 2, 5), (3,)).shape, im2col(torch.ones(1, 2, 5, 5, 5), 3).shape
+    (torch.Size([1, 6, 3]), torch.Size([1, 54, 27]))
     """
     if type(input) is not Tensor and arrays.are_foreign(input):
         return arrays.call(im2col, {"input": input}, kernel_size, dilation, padding, stride)
     validation.tensor("im2col", "input", input)
-    window = _window("im2col", kernel_size, dilation, padding, stride)
+    rank = validation.fold_rank("im2col", kernel_size, 3 if input.dim() == 5 else 2)
+    window = _window("im2col", rank, kernel_size, dilation, padding, stride)
+    if input.dim() == rank + 1:
+        return im2col(input.unsqueeze(0), *window).squeeze(0)
+    if rank != 2:
+        p, (high, deep, within) = im2col_problem(input, Window(*window)), _windows_of_images(window)
+        if rank == 1:
+            return im2col(input.unsqueeze(-2), *high)
+        depth, taps = p.input_size[0], math.prod(p.kernel_size[1:])
+        lines = im2col(input.flatten(3), *deep)  # [N, C*K_d, D_w*H*W], D_w the depths of windows
+        slices = im2col(lines.reshape(p.batch, lines.shape[1] * depth, *input.shape[3:]), *within)
+        return slices.unflatten(1, (-1, depth, taps)).transpose(2, 3).reshape(p.batch, p.gemm_m, p.gemm_n)
     if is_for_torch() or torch.onnx.is_in_onnx_export():
         return torch.nn.functional.unfold(input, *window)
-    if input.dim() == 3:
-        return ops.im2col(input.unsqueeze(0), *window).squeeze(0)
     return ops.im2col(input, *window)
 
 
@@ -184,38 +201,61 @@ def col2im(
     padding: IntOrPair = 0,
     stride: IntOrPair = 1,
 ) -> Tensor:
-    """Images of summed sliding windows, as torch.nn.functional.fold defines them: the transpose of ``im2col``.
+    """Signals, images or volumes of summed sliding windows, the transpose of ``im2col``; see torch.nn.functional.fold.
 
-    16-bit columns are summed in float32 and rounded once.
+    An ``output_size`` of one or three elements asks for signals or volumes; an int is for images. 16-bit columns are
+    summed in float32 and rounded once, those of volumes once within a slice and once more between slices.
 
     Args:
-        columns: ``[N, C*K_h*K_w, L]`` or ``[C*K_h*K_w, L]``, floating-point.
-        output_size: ``(H, W)`` of the images.
-        kernel_size, dilation, padding, stride: an int or ``(height, width)``, in elements.
+        columns: ``[N, C*K, L]`` or ``[C*K, L]``, floating-point, K the product of kernel_size.
+        output_size: ``(length,)``, ``(height, width)`` or ``(depth, height, width)``, or an int for square images.
+        kernel_size, dilation, padding, stride: an int, or as many as output_size has, in elements.
 
     Returns:
-        ``[N, C, H, W]`` (or without N).
+        ``[N, C, L]``, ``[N, C, H, W]`` or ``[N, C, D, H, W]`` (or without N).
 
     Raises:
-        TypeError, RuntimeError: see conv_transpose2d; also a number of columns that does not fit the images.
+        TypeError, RuntimeError: see conv_transpose2d; also a number of columns that does not fit the output.
 
     >>> col2im(torch.ones(1, 18, 9), 5, 3).shape
     torch.Size([1, 2, 5, 5])
+    >>> col2im(torch.ones(1, 6, 3), (5,), 3).shape, col2im(torch.ones(1, 54, 27), (5, 5, 5), 3).shape
+    (torch.Size([1, 2, 5]), torch.Size([1, 2, 5, 5, 5]))
     """
     if type(columns) is not Tensor and arrays.are_foreign(columns):
         arguments = output_size, kernel_size, dilation, padding, stride
         return arrays.call(col2im, {"columns": columns}, *arguments)
     validation.tensor("col2im", "columns", columns)
-    size = validation.extents("col2im", "output_size", output_size)
-    window = _window("col2im", kernel_size, dilation, padding, stride)
+    rank = validation.fold_rank("col2im", output_size, 2)
+    size = validation.extents("col2im", "output_size", output_size, rank)
+    window = _window("col2im", rank, kernel_size, dilation, padding, stride)
+    if columns.dim() == 2:
+        return col2im(columns.unsqueeze(0), size, *window).squeeze(0)
+    if rank != 2:
+        p, (high, deep, within) = col2im_problem(columns, size, Window(*window)), _windows_of_images(window)
+        if rank == 1:
+            return col2im(columns, (1, *size), *high).squeeze(-2)
+        depth, taps, plane = p.input_size[0], math.prod(p.kernel_size[1:]), math.prod(size[1:])
+        slices = columns.unflatten(2, (depth, -1)).unflatten(1, (-1, taps)).transpose(2, 3)
+        slices = col2im(slices.reshape(p.batch, p.gemm_m * depth, p.gemm_n // depth), size[1:], *within)
+        lines = slices.reshape(p.batch, p.gemm_m // taps, depth * plane)  # [N, C*K_d, D_w*H*W]
+        return col2im(lines, (size[0], plane), *deep).unflatten(3, size[1:])
     if is_for_torch() or torch.onnx.is_in_onnx_export():
         return torch.nn.functional.fold(columns, size, *window)
-    if columns.dim() == 2:
-        return ops.col2im(columns.unsqueeze(0), size, *window).squeeze(0)
     return ops.col2im(columns, size, *window)
 
 
-def _window(where: str, *given: IntOrPair) -> tuple[tuple[int, int], ...]:
-    """Kernel size, dilation, padding and stride of a window as pairs."""
+def _window(where: str, rank: int, *given: IntOrPair) -> tuple[Any, ...]:
+    """Kernel size, dilation, padding and stride of a window as tuples with an int for each axis."""
     names = "kernel_size", "dilation", "padding", "stride"
-    return tuple([validation.extents(where, name, value) for name, value in zip(names, given, strict=True)])
+    return tuple([validation.extents(where, name, value, rank) for name, value in zip(names, given, strict=True)])
+
+
+def _windows_of_images(window: tuple[Any, ...]) -> tuple[list[Any], list[Any], list[Any]]:
+    """A window of signals as one for images of height 1, and a window of volumes as two: along the depth, in a slice.
+
+    A volume is unfolded as an image ``[D, H*W]`` first, then each slice as an image ``[H, W]``. One copy moves the
+    depth axis of the windows behind the taps of the slices. col2im goes back.
+    """
+    pairs = list(zip((1, 1, 0, 1), window, strict=True))  # along an axis that has one tap
+    return [(one, *of) for one, of in pairs], [(of[0], one) for one, of in pairs], [of[1:] for of in window]

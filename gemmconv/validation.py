@@ -10,7 +10,7 @@ import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 
@@ -23,7 +23,7 @@ _IMAGES, _KERNELS = {1: "L", 2: "H, W", 3: "D, H, W"}, {1: "K", 2: "K_h, K_w", 3
 _COUNTS = ("batch", "in_channels", "out_channels", "groups")  # fields of a Problem that are ints; its others are pairs
 _LIMIT = 1 << 63  # integers, and bytes of a tensor, stay below it
 _SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
-_FOLDS = ("im2col", "col2im")
+_FOLDS = {"im2col": "kernel_size", "col2im": "output_size"}  # and the argument that says how many axes there are
 _NAMED_PADDINGS = {  # those that torch.nn.Conv2d takes, and a remedy
     "valid": "write padding=0",
     "same": "an output of stride times the input has 2 * padding = dilation * (kernel_size - 1) + 1 + output_padding "
@@ -58,6 +58,9 @@ def extents(where: str, argument: str, value: int | Sequence[int], rank: int = 2
             rule += f", since a transposed convolution has no padding={value!r}"
             fail(TypeError, where, argument, rule, repr(value), _NAMED_PADDINGS[value])
         fail(TypeError, where, argument, rule, repr(value))
+    if where in _FOLDS and isinstance(value, Sequence) and len(items) != rank:  # torch's refuse one for all, too
+        remedy = f"for another number of axes give {_FOLDS[where]} an element for each"
+        fail(RuntimeError, where, argument, f"be an int or ({', '.join(AXES[rank])})", repr(value), remedy)
     if len(items) not in (1, rank):
         rule = {1: "have one element", 2: "have one or two elements", 3: "have one or three elements"}[rank]
         fail(RuntimeError, where, argument, rule, repr(value), f"give ({', '.join(AXES[rank])})")
@@ -305,17 +308,31 @@ def bias_shape(where: str, bias: torch.Tensor | None, out_channels: int) -> None
         fail(RuntimeError, where, "bias", f"have shape [C_out] = [{out_channels}]", list(bias.shape))
 
 
-def rank4(where: str, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-    """Raise RuntimeError if a tensor does not have four dimensions."""
+def dimensions(where: str, tensors: Sequence[tuple[str, torch.Tensor]], rank: int = 2) -> None:
+    """Raise RuntimeError if a tensor is no batch of signals, images or volumes, which have one, two and three axes."""
     for name, value in tensors:
-        if value.dim() != 4:
-            fail(RuntimeError, where, name, "have 4 dimensions", list(value.shape))
+        if value.dim() != 2 + rank and where in _FOLDS:
+            rule = f"have shape [N, C, {_IMAGES[rank]}] or [C, {_IMAGES[rank]}]"
+            remedy = f"for another number of axes give {_FOLDS[where]} an element for each"
+            fail(RuntimeError, where, name, rule, list(value.shape), remedy)
+        if value.dim() != 2 + rank:
+            fail(RuntimeError, where, name, f"have {2 + rank} dimensions", list(value.shape))
 
 
 def shape(where: str, argument: str, actual: Sequence[int], expected: Sequence[int]) -> None:
     """Raise RuntimeError if a tensor's shape is not the expected one."""
     if tuple(actual) != tuple(expected):
         fail(RuntimeError, where, argument, f"have shape {list(expected)}", list(actual))
+
+
+def fold_rank(where: str, value: Any, otherwise: int) -> int:
+    """How many axes im2col's kernel_size or col2im's output_size asks for, 1 to 3; ``otherwise`` if it is an int."""
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+        return otherwise
+    if len(value) not in AXES:
+        remedy = "give (length,), (height, width) or (depth, height, width)"
+        fail(RuntimeError, where, _FOLDS[where], "have one, two or three elements", repr(value), remedy)
+    return len(value)
 
 
 def fold_geometry(
@@ -329,20 +346,21 @@ def fold_geometry(
     *,
     shape: tuple[int, int],
 ) -> Problem:
-    """The problem whose columns col2im folds into images of ``output_size``; ``shape`` is ``(N, C)``.
+    """The problem whose columns col2im folds into signals, images or volumes of this size; ``shape`` is ``(N, C)``.
 
     Raises:
         RuntimeError: a value outside its range, or a window larger than the padded image.
     """
-    parameters(where, stride, padding, (0, 0), 1, dilation, kernel_size)
+    axes, no_more = range(len(kernel_size)), cast(Pair, (0,) * len(kernel_size))
+    parameters(where, stride, padding, no_more, 1, dilation, kernel_size)
     if shape[1] < 1:
         fail(RuntimeError, where, "the number of channels", "be at least 1", shape[1])
-    reaches = [output_size[a] + 2 * padding[a] - dilation[a] * (kernel_size[a] - 1) - 1 for a in (0, 1)]
+    reaches = [output_size[a] + 2 * padding[a] - dilation[a] * (kernel_size[a] - 1) - 1 for a in axes]
     if _any_below(0, reaches) or _any_below(1, output_size):
         rule = f"be at least the window of kernel_size={kernel_size}, dilation={dilation}, less 2 * padding={padding}"
         fail(RuntimeError, where, argument, rule, tuple(output_size))
-    size = reaches[0] // stride[0] + 1, reaches[1] // stride[1] + 1
-    output_padding = reaches[0] % stride[0], reaches[1] % stride[1]
+    size: Any = tuple([reaches[a] // stride[a] + 1 for a in axes])
+    output_padding: Any = tuple([reaches[a] % stride[a] for a in axes])
     return Problem(shape[0], 1, shape[1], 1, size, kernel_size, stride, padding, output_padding, dilation)
 
 
@@ -352,14 +370,14 @@ def fold_columns(where: str, columns_shape: Sequence[int], kernel_size: Pair) ->
     Raises:
         RuntimeError: another rank, or a second extent that the kernel's size does not divide.
     """
-    taps = kernel_size[0] * kernel_size[1]
+    taps, named = math.prod(kernel_size), _KERNELS[len(kernel_size)].replace(", ", "*")
     if len(columns_shape) != 3:
-        rule = "have shape [N, C*K_h*K_w, L] or [C*K_h*K_w, L]"
+        rule = f"have shape [N, C*{named}, L] or [C*{named}, L]"
         fail(RuntimeError, where, "columns", rule, list(columns_shape))
     if _any_below(1, kernel_size):
-        fail(RuntimeError, where, "kernel_size", "be at least 1 on both axes", kernel_size)
+        fail(RuntimeError, where, "kernel_size", f"be at least 1{_ON_ALL[len(kernel_size)]}", kernel_size)
     if columns_shape[1] % taps:
-        rule = f"have a second extent that K_h*K_w = {taps} divides"
+        rule = f"have a second extent that {named} = {taps} divides"
         fail(RuntimeError, where, "columns", rule, list(columns_shape))
     return columns_shape[0], columns_shape[1] // taps
 

@@ -1,6 +1,8 @@
-"""im2col and col2im against the reference and against torch.nn.functional.unfold and fold."""
+"""im2col and col2im against the reference, torch.nn.functional.unfold and fold, and convolutions of each rank."""
 
 import itertools
+import math
+import random
 
 import pytest
 import torch
@@ -170,3 +172,56 @@ def test_planes_that_the_kernels_cannot_count_are_torchs(monkeypatch):
         for prepare in (fold.prepare_col2im, fold.prepare_im2col):
             prepare(problem, torch.float16, torch.device("cuda", 0))
     assert loaded == [32_000, 32_000]
+
+
+def one_hot_columns(input, kernel_size, dilation, padding, stride):
+    """Columns by torch's convolution with kernels that are 1 at one tap."""
+    channels, taps, rank = input.shape[1], math.prod(kernel_size), len(kernel_size)
+    kernels = torch.eye(taps).to(input).view(taps, 1, *kernel_size).repeat(channels, *[1] * (1 + rank))
+    return getattr(torch, f"conv{rank}d")(input, kernels, None, stride, padding, dilation, channels).flatten(2)
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3])
+def test_random_windows_of_each_rank_are_one_hot_convolutions(rank, device):
+    draw, close = random.Random(rank), torch.testing.assert_close
+    for layout in (torch.clone, transposed, spread, offset) * 8:
+        window = [[draw.randint(*of) for _ in range(rank)] for of in ((1, 4), (1, 3), (0, 3), (1, 4))]
+        least = [max(1, d * (k - 1) + 1 - 2 * p) for k, d, p in zip(*window[:3], strict=True)]
+        size = [extent + draw.randint(0, 4) for extent in least]
+        shape = draw.randint(1, 3), draw.randint(1, 3), *size
+        input = layout(torch.randn(shape, dtype=torch.float64, device=device)).requires_grad_()
+        wanted, columns = one_hot_columns(input, *window), gemmconv.im2col(input, *window)
+        grad = layout(torch.randn(wanted.shape, dtype=torch.float64, device=device))
+        (folded,) = torch.autograd.grad(wanted, input, grad)
+        close((columns, *torch.autograd.grad(columns, input, grad)), (wanted, folded))
+        close((gemmconv.im2col(input[0], *window), gemmconv.col2im(grad[0], size, *window)), (wanted[0], folded[0]))
+        close(gemmconv.col2im(grad, size, *window), folded)
+        arrays = input.detach().cpu().numpy(), grad.cpu().numpy()
+        arrays = gemmconv.im2col(arrays[0], *window), gemmconv.col2im(arrays[1], size, *window)
+        close([torch.from_numpy(one) for one in arrays], [wanted.detach().cpu(), folded.cpu()])
+
+
+@pytest.mark.parametrize("rank", [1, 3])
+def test_windows_of_signals_and_volumes_in_gradients_transforms_and_graphs(rank, device):
+    def there_and_back(input):
+        columns = gemmconv.im2col(input, (3,) * rank, padding=1, stride=2)
+        return gemmconv.col2im(columns.sin(), input.shape[2:], 3, padding=1, stride=2)
+
+    input = torch.randn(2, 2, *(3, 5, 4)[-rank:], dtype=torch.float64, device=device, requires_grad=True)
+    for check in torch.autograd.gradcheck, torch.autograd.gradgradcheck:
+        assert check(there_and_back, (input,), fast_mode=True)
+    wanted, close = there_and_back(input), torch.testing.assert_close
+    close(torch.func.vmap(there_and_back)(torch.stack([input, -input])), torch.stack([wanted, there_and_back(-input)]))
+    close(torch.func.jvp(there_and_back, (input,), (input,))[0], wanted)
+    graph = torch.compile(there_and_back, backend="aot_eager", fullgraph=True)
+    for sizes in input, torch.cat([input, input], -1), input[:0]:
+        output, of_graph = there_and_back(sizes), graph(sizes)
+        close(of_graph, output)
+        close(torch.autograd.grad(of_graph.sum(), input), torch.autograd.grad(output.sum(), input))
+
+
+def test_ints_are_for_images_and_for_volumes_of_five_dimensions(device):
+    volumes = torch.randn(2, 3, 5, 6, 7, device=device)
+    assert torch.equal(gemmconv.im2col(volumes, 2), gemmconv.im2col(volumes, (2, 2, 2)))
+    for images in volumes[0], volumes[0, 0]:
+        assert torch.equal(gemmconv.im2col(images, 2), torch.nn.functional.unfold(images, 2))

@@ -322,8 +322,11 @@ def test_module_forward_rejects(mistake):
 GOOD_UNFOLD = {"input": INPUT, "kernel_size": 3}
 UNFOLD_MISTAKES = [
     Mistake("input_list", {"input": [1.0]}, TypeError, "input", "list"),
-    *each(RuntimeError, input=[INPUT[None]], kernel_size=[0, (3, 9), (3, 3, 3)], stride=[(0, 1)], dilation=[0]),
-    *each(RuntimeError, padding=[-1]),
+    *each(RuntimeError, input=[INPUT[None, None]], kernel_size=[0, (3, 9), (3, 3, 3, 3), ()], stride=[(0, 1)]),
+    *each(RuntimeError, padding=[-1, (1, 1, 1)], dilation=[0, (1,)]),
+    Mistake("signals", {"kernel_size": (3,)}, RuntimeError, "kernel_size", "[N, C, L] or [C, L]"),
+    Mistake("images", {"input": INPUT[None], "kernel_size": (3, 3)}, RuntimeError, "kernel_size", "[1, 2, 4, 5"),
+    Mistake("volume", {"kernel_size": (3, 3, 7)}, RuntimeError, "input", "(3, 3, 7)"),
     *each(TypeError, kernel_size=[2.5, 2**70], padding=[(0, 2**63)]),
     Mistake("padding_name", {"padding": "same"}, TypeError, "padding", "same"),
     Mistake("integers", {"input": INPUT.long()}, RuntimeError, "input", "int64"),
@@ -344,8 +347,10 @@ HUGE_IMAGES = {"columns": COLUMNS[..., :4], "output_size": 2**40 + 3, "stride": 
 FOLD_MISTAKES = [
     Mistake("columns_list", {"columns": [1.0]}, TypeError, "columns", "list"),
     *each(RuntimeError, columns=[COLUMNS[0, 0], COLUMNS[None], COLUMNS[:, :35], COLUMNS[..., :11]]),
-    *each(RuntimeError, output_size=[(-5, 6), (2, 2), (5, 6, 7)], kernel_size=[0], stride=[0], dilation=[(1, 0)]),
-    *each(RuntimeError, padding=[(0, -1)]),
+    *each(RuntimeError, output_size=[(-5, 6), (2, 2), (5, 6, 7, 8)], kernel_size=[0, (3,)], stride=[0]),
+    *each(RuntimeError, padding=[(0, -1)], dilation=[(1, 0), (1, 1, 1)]),
+    Mistake("volumes", {"output_size": (5, 6, 7)}, RuntimeError, "columns", "K_d*K_h*K_w = 27"),
+    Mistake("signal", {"output_size": (2,)}, RuntimeError, "output_size", "kernel_size=(3,)"),
     *each(TypeError, output_size=[(5, 2**70)]),
     Mistake("integers", {"columns": COLUMNS.long()}, RuntimeError, "columns", "int64"),
     Mistake("columns_coo", {"columns": COLUMNS.to_sparse()}, RuntimeError, "columns", "columns.to_dense()"),

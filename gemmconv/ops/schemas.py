@@ -79,7 +79,7 @@ def checked_problem(where: str, tensors: Tensors, sizes: Any, arguments: Argumen
     by_name: Any = dict(named)
     input, weight, grad_output = by_name.get("input"), by_name.get("weight"), by_name.get("grad_output")
     if grad_output is not None:
-        validation.rank4(where, named[:1] if sizes is None else named)
+        validation.dimensions(where, named[:1] if sizes is None else named)
     input_shape = (grad_output.shape[0], weight.shape[0], *sizes) if input is None else input.shape
     if weight is None:
         weight_shape = (input.shape[1], grad_output.shape[1] // max(1, options.groups), *sizes)
@@ -96,9 +96,9 @@ def checked_problem(where: str, tensors: Tensors, sizes: Any, arguments: Argumen
 
 
 def im2col_problem(input: Tensor, window: Window) -> Problem:
-    validation.rank4("im2col", (("input", input),))
+    validation.dimensions("im2col", (("input", input),), len(window.kernel_size))
     validation.same_kind("im2col", (("input", input),))
-    size = (input.shape[2], input.shape[3])
+    size: Any = tuple(input.shape[2:])
     problem = validation.fold_geometry("im2col", "input", size, *window, shape=(input.shape[0], input.shape[1]))
     shape = problem.batch, problem.gemm_m, problem.gemm_n
     validation.in_memory("im2col", "padding", shape, input.dtype.itemsize, "leave columns of", "pad less")
