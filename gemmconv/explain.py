@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,8 +19,8 @@ from gemmconv.kernels.conv import gemm_mma
 from gemmconv.kernels.forms import launches
 from gemmconv.kernels.program import Program
 from gemmconv.module import RANKS
-from gemmconv.ops import volumes
 from gemmconv.ops.autocast import current_dtype
+from gemmconv.ops.volumes import Volume
 from gemmconv.rank import choose_way, image_problems
 from gemmconv.selection import (
     BY_NAME,
@@ -323,10 +323,8 @@ def _of_layer(name: str, layer: Any, input: Tensor | Sequence[int], options: dic
     calls = tuple(explain_problem(one, **given) for one in image_problems(problem))
     config, algorithm = calls[0].config, calls[0].algorithm
     if rank == 3 and given.get("algorithm", "auto") == "auto":
-        last = config.channels_last
-        of_volume = volumes.config_of(problem, config.dtype, config.device, config.precision, last)
-        of_volume = replace(of_volume, spec=config.spec)  # of the GPU that was named, where one was
-        way = choose_way(of_volume)
+        volume = Volume(problem, config.dtype, config.device, config.precision, config.channels_last)
+        way, of_volume = choose_way(volume, spec=config.spec), volume.config(config.spec)  # of the named GPU, if any
         if way == "product" and (tile := gemm_mma.KERNEL.tile(of_volume, "forward")) is not None:
             seconds = gemm_mma.KERNEL.seconds(of_volume, "forward", tile)
             return LayerExplanation(name, str(layer), shape, "fused", calls, seconds)

@@ -25,14 +25,16 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from gemmconv import arrays, tuned, validation
+from gemmconv.device import DeviceSpec
 from gemmconv.dispatch import are_for_torch, is_for_torch, transforms_active
 from gemmconv.functional import conv_transpose2d
 from gemmconv.geometry import Problem, phases_of
-from gemmconv.kernels.base import Config, Pass, Precision
+from gemmconv.kernels.base import Pass, Precision
 from gemmconv.ops import plain, volumes
 from gemmconv.ops.autocast import current_dtype
 from gemmconv.ops.call_cache import arguments_key
 from gemmconv.ops.schemas import Tensors, is_channels_last
+from gemmconv.ops.volumes import Volume
 from gemmconv.selection import NAMES
 
 Ints = int | Sequence[int]
@@ -145,44 +147,46 @@ def conv_transpose3d(
     dtype = current_dtype(input)
     rounding = precision or volumes.precision_of(dtype, input.device)
     last = is_channels_last(input) or is_channels_last(weight)
-    config = volumes.config_of(problem, dtype, input.device, rounding, last)
+    volume = Volume(problem, dtype, input.device, rounding, last)
     way: Way = "images"
     if algorithm == "auto":
         records = torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad)
-        way = choose_way(config, "grads" if records else "forward")
+        way = choose_way(volume, "grads" if records else "forward")
     if key is None:
-        return compute(way, input, weight, bias, config, options)
-    call = prepare(way, (input, weight, bias), config, options)
+        return compute(way, input, weight, bias, volume, options)
+    call = prepare(way, (input, weight, bias), volume, options)
     plain.store_call(key, call)
     return call(input, weight, bias)
 
 
-def choose_way(config: Config, direction: Pass = "forward") -> Way:
+def choose_way(volume: Volume, direction: Pass = "forward", spec: DeviceSpec | None = None) -> Way:
     """How ``auto`` computes a volume: as it was measured by :func:`gemmconv.tune`, else by a rule.
 
     Args:
-        config: of the volume; torch.channels_last stands for channels_last_3d.
+        volume: the call.
         direction: ``"forward"``, or ``"grads"`` for a call whose gradients are recorded.
+        spec: properties of another GPU than its device, to explain.
     """
-    if torch.compiler.is_compiling():
-        return way_of(config, direction, volumes.is_hopper(config.device))
-    if (entry := tuned.entry_of(config, direction)) is not None:
-        return cast(Way, entry.algorithms[0])
-    return way_of(config, direction, config.spec.is_hopper)
+    if not torch.compiler.is_compiling():
+        config = volume.config(spec)
+        if (entry := tuned.entry_of(config, direction)) is not None:
+            return cast(Way, entry.algorithms[0])
+        return way_of(volume, direction, config.spec.is_hopper)
+    return way_of(volume, direction, volumes.is_hopper(volume.device))
 
 
-def prepare(way: Way, tensors: Tensors, config: Config, options: dict[str, Any]) -> volumes.Call:
+def prepare(way: Way, tensors: Tensors, volume: Volume, options: dict[str, Any]) -> volumes.Call:
     """Prepare the eager call of a batch of volumes in one way; see :func:`compute`."""
     if way == "product":
-        return volumes.prepare(tensors, config)
-    return lambda input, weight, bias: compute(way, input, weight, bias, config, options)
+        return volumes.prepare(tensors, volume)
+    return lambda input, weight, bias: compute(way, input, weight, bias, volume, options)
 
 
 def compute(
-    way: Way, input: Tensor, weight: Tensor, bias: Tensor | None, config: Config, options: dict[str, Any]
+    way: Way, input: Tensor, weight: Tensor, bias: Tensor | None, volume: Volume, options: dict[str, Any]
 ) -> Tensor:
-    """Compute a batch of volumes in one way; the configuration has the dtype that autocast makes of the tensors."""
-    problem, dtype = config.problem, config.dtype
+    """Compute a batch of volumes in one way."""
+    problem, dtype = volume.problem, volume.dtype
     if way == "product":  # whose operator has no rules for tangents and transforms
         has_tangents = not torch.compiler.is_compiling() and forward_ad._current_level >= 0
         way = "torch" if has_tangents or transforms_active() else way
@@ -192,7 +196,7 @@ def compute(
         input, weight, bias = input.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     if way == "product":
         return volumes.conv_transpose3d(input, weight, bias, problem, options["precision"])
-    return _as_images(input, weight, bias, problem, config.channels_last, options)
+    return _as_images(input, weight, bias, problem, volume.last, options)
 
 
 def image_problems(problem: Problem) -> list[Problem]:
@@ -278,7 +282,7 @@ def _checked(rank: int, input: Any, weight: Any, bias: Any, geometry: Any, optio
     return problem
 
 
-def way_of(config: Config, direction: Pass, is_hopper: bool) -> Way:
+def way_of(volume: Volume, direction: Pass, is_hopper: bool) -> Way:
     """The way of computing a volume that is expected to take the least time: a rule from measured layers.
 
     Times torch's speed in NCDHW on an H200 (torch 2.11, cuDNN 9.19), 12 layers at four sizes, TF32 and bfloat16:
@@ -295,17 +299,17 @@ def way_of(config: Config, direction: Pass, is_hopper: bool) -> Way:
     speed for large volumes under a kernel equal to the stride, 2.1 to 2.7 times for strides with dilation, 0.5 to 1.2
     times for others.
     """
-    p, last, is_step = config.problem, config.channels_last, direction == "grads"
+    p, last, is_step = volume.problem, volume.last, direction == "grads"
     channels = p.gemm_k, p.group_out_channels
     apart = all(_is_apart(p, axis) for axis in range(3))
-    if config.device.type != "cuda":
+    if volume.device.type != "cuda":
         if max(p.dilation) > 1 and max(p.stride) > 1:
             return "images"
         return "images" if apart and not last and _has_outputs(p, _LARGE_ON_A_CPU) else "torch"
     is_flat, is_dense = p.kernel_size[0] == 1 and apart, p.groups == max(p.dilation) == 1 and min(channels) >= _DENSE
     if is_dense and not is_hopper:
         return "torch"
-    fits = not last and config.dtype != torch.float64 and min(channels) >= (2 if p.groups == 1 else _LEAST_OF_A_GROUP)
+    fits = not last and volume.dtype != torch.float64 and min(channels) >= (2 if p.groups == 1 else _LEAST_OF_A_GROUP)
     if not fits:
         pays = is_flat or not is_dense
     elif is_step:
@@ -314,8 +318,9 @@ def way_of(config: Config, direction: Pass, is_hopper: bool) -> Way:
         pays = is_flat or (apart and min(channels) > _FEW)
     if pays and _has_outputs(p, _LARGE_STEP if is_step else _LARGE):
         return "images"
-    if is_dense and max(p.stride) == 1 and not config.is_ieee:
-        fill_tiles = all(count % (_FEW if config.dtype == torch.float32 else _FEW // 2) == 0 for count in channels)
+    is_float32 = volume.dtype == torch.float32
+    if is_dense and max(p.stride) == 1 and not (is_float32 and volume.precision == "ieee"):
+        fill_tiles = all(count % (_FEW if is_float32 else _FEW // 2) == 0 for count in channels)
         if fill_tiles or max(channels) > _FEW:
             return "torch"
     return "product" if fits else "torch"

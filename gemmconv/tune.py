@@ -22,11 +22,11 @@ from gemmconv.explain import compilations_of
 from gemmconv.kernels.base import Choice, Config, Direction, Pass, strides_of
 from gemmconv.kernels.conv import gemm_mma
 from gemmconv.module import ConvTranspose1d, ConvTranspose2d, ConvTranspose3d
-from gemmconv.ops import volumes
 from gemmconv.ops.autocast import current_dtype
 from gemmconv.ops.configs import config_of
 from gemmconv.ops.gradients import prepare_gradients
 from gemmconv.ops.schemas import Options, checked_problem, is_channels_last, without_data
+from gemmconv.ops.volumes import Volume
 from gemmconv.rank import Way, of_height_1
 from gemmconv.rank import prepare as prepare_volume
 from gemmconv.selection import NATIVE
@@ -42,10 +42,10 @@ NamedChoice = tuple[str, Choice]  # an algorithm's name, and a kernel and tile o
 
 
 @dataclass(frozen=True)
-class _Volume:
-    """A call of a volume's layer: its configuration, whether it has a bias, and its options."""
+class _OfVolumes:
+    """A call of a layer of volumes: its sizes and kinds, whether it has a bias, and its options."""
 
-    config: Config
+    volume: Volume
     bias: bool
     options: tuple[tuple[str, Any], ...]
 
@@ -109,18 +109,18 @@ def tune(model: nn.Module, *example_inputs: Any, backward: bool = True, path: st
             measure(config, direction, _pairs_of_algorithms(config))
         else:
             measure(config, direction, _kernels(config, direction, choices[config, direction]))
-    for volume, direction in of_volumes:
-        measure(volume.config, direction, _ways(volume, direction))
+    for call, direction in of_volumes:
+        measure(call.volume.config(), direction, _ways(call, direction))
     tuned.write(where, found)
     return found
 
 
 def _steps_of(
     model: nn.Module, inputs: Any, backward: bool
-) -> tuple[dict[tuple[Config, Pass], None], dict[tuple[_Volume, Pass], None]]:
+) -> tuple[dict[tuple[Config, Pass], None], dict[tuple[_OfVolumes, Pass], None]]:
     """The distinct passes of a model's layers, and those of its volumes, recorded in one step of the model."""
     found: dict[tuple[Config, Pass], None] = {}
-    of_volumes: dict[tuple[_Volume, Pass], None] = {}
+    of_volumes: dict[tuple[_OfVolumes, Pass], None] = {}
 
     def record(layer: Any, arguments: tuple[Tensor, ...], named: dict[str, Any]) -> None:
         input, weight = arguments[0] if arguments else named["input"], layer.weight
@@ -128,10 +128,10 @@ def _steps_of(
             return  # output_padding is not the layer's own
         dtype, of_weight = current_dtype(input), backward and weight.requires_grad
         if isinstance(layer, ConvTranspose3d):
-            volume = _volume_of(layer, input, dtype)
-            of_volumes[volume, "forward"] = None
+            call = _call_of_volumes(layer, input, dtype)
+            of_volumes[call, "forward"] = None
             if of_weight:
-                of_volumes[volume, "grads"] = None
+                of_volumes[call, "grads"] = None
             return
         given = [getattr(layer, name) for name in Options._fields]
         if isinstance(layer, ConvTranspose1d):  # an image of height 1
@@ -157,16 +157,16 @@ def _steps_of(
     return found, of_volumes
 
 
-def _volume_of(layer: ConvTranspose3d, input: Tensor, dtype: torch.dtype) -> _Volume:
+def _call_of_volumes(layer: ConvTranspose3d, input: Tensor, dtype: torch.dtype) -> _OfVolumes:
     """The call of a volume's layer; ``dtype`` is what autocast makes of the input."""
     input = input if input.dim() == 5 else input.unsqueeze(0)
     geometry: Any = layer.stride, layer.padding, layer.output_padding, layer.groups, layer.dilation
     problem = validation.problem("tune", input.shape, layer.weight.shape, *geometry)
     precision = layer.precision or selection.torch_precision(dtype, input.device)
     last = is_channels_last(input) or is_channels_last(layer.weight)
-    config = volumes.config_of(problem, dtype, input.device, precision, last)
+    volume = Volume(problem, dtype, input.device, precision, last)
     options = tuple((name, getattr(layer, name)) for name in ("algorithm", "precision", "workspace_limit"))
-    return _Volume(config, layer.bias is not None, options)
+    return _OfVolumes(volume, layer.bias is not None, options)
 
 
 def _choices(config: Config, direction: Direction) -> list[NamedChoice]:
@@ -262,20 +262,19 @@ def _pairs_of_algorithms(config: Config) -> Iterator[_Candidate]:
         yield _Candidate("+".join(dict.fromkeys(names)), pair == torchs, partial(prepare, pair), taken)
 
 
-def _ways(call: _Volume, direction: Pass) -> Iterator[_Candidate]:
+def _ways(call: _OfVolumes, direction: Pass) -> Iterator[_Candidate]:
     """The candidates of a volume: its ways, without gradients, or for ``"grads"`` in a whole training step."""
-    config, p, is_step = call.config, call.config.problem, direction == "grads"
-    last = config.channels_last
-    kind: dict[str, Any] = {"dtype": config.dtype, "device": config.device, "requires_grad": is_step}
+    volume, p, is_step = call.volume, call.volume.problem, direction == "grads"
+    kind: dict[str, Any] = {"dtype": volume.dtype, "device": volume.device, "requires_grad": is_step}
     input, weight = (torch.randn(shape, **kind) for shape in (p.input_shape, p.weight_shape))
     bias = torch.randn(p.out_channels, **kind) if call.bias else None
-    if last:
+    if volume.last:
         input = input.detach().contiguous(memory_format=torch.channels_last_3d).requires_grad_(is_step)
     leaves = [one for one in (input, weight, bias) if one is not None]
 
     def prepare(way: Way) -> Run:
         with torch.set_grad_enabled(is_step):
-            prepared = prepare_volume(way, (input, weight, bias), config, dict(call.options))
+            prepared = prepare_volume(way, (input, weight, bias), volume, dict(call.options))
 
         def run() -> None:
             with torch.set_grad_enabled(is_step):
@@ -286,7 +285,7 @@ def _ways(call: _Volume, direction: Pass) -> Iterator[_Candidate]:
         return run
 
     ways: list[Way] = ["torch", "images"]
-    if not last and gemm_mma.KERNEL.why_not(config, "forward") is None:
+    if not volume.last and gemm_mma.KERNEL.why_not(volume.config(), "forward") is None:
         ways.append("product")
     for way in ways:
         yield _Candidate(way, way == "torch", partial(prepare, way), {"algorithms": (way,)})

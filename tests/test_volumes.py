@@ -9,7 +9,6 @@ from torch.autograd import forward_ad
 
 import gemmconv
 from gemmconv import rank
-from gemmconv.device import named
 from gemmconv.geometry import Problem
 from gemmconv.kernels.base import Config
 from gemmconv.kernels.conv import gemm_mma
@@ -113,17 +112,16 @@ def test_operator_compiles_and_leaves_transforms_and_float64_to_torch(as_product
 
 def test_rule_on_gpus():
     """Small outputs are never images, which keep the host long; dense layers are torch's where nothing was measured."""
-    hopper, device = named("H200"), torch.device("cuda", 0)
+    device = torch.device("cuda", 0)
     dense = Problem(2, 32, 48, 1, (16,) * 3, (3,) * 3, (2,) * 3, (1,) * 3, (0,) * 3, (1,) * 3)
     large, flat = {"input_size": (64,) * 3}, {"kernel_size": (1, 2, 2), "stride": (1, 2, 2), "padding": (0,) * 3}
     apart = {"kernel_size": (2,) * 3, "padding": (0,) * 3}
 
-    def way(changes, direction="forward", **of_config):
-        config = Config(replace(dense, **changes), torch.float32, device, "tf32", spec=hopper)
-        config = replace(config, **of_config)
-        return rank.way_of(config, direction, config.spec.is_hopper)
+    def way(changes, direction="forward", is_hopper=True, **of_volume):
+        volume = volumes.Volume(replace(dense, **changes), torch.float32, device, "tf32")
+        return rank.way_of(volume._replace(**of_volume), direction, is_hopper)
 
-    last, other = {"memory_format": torch.channels_last}, {"spec": named("A100")}
+    last, other = {"last": True}, {"is_hopper": False}
     assert way({}) == way({}, "grads") == way(large) == way({"groups": 2}) == way(apart) == way(flat) == "product"
     assert way(apart | large) == "product"
     assert way(apart | large, "grads") == way(flat | large) == way({"groups": 16} | large) == "images"

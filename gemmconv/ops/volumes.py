@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from gemmconv.algorithms.fallback import with_fallback
-from gemmconv.device import REFERENCE, make_current, spec_of
+from gemmconv.device import DeviceSpec, make_current, spec_of
 from gemmconv.geometry import Problem
 from gemmconv.kernels.base import Config, Precision
 from gemmconv.kernels.conv import gemm_mma
@@ -26,8 +26,26 @@ _SCHEMA = (
 )
 
 
-def is_hopper(device: torch.device) -> bool:
-    return spec_of(device).is_hopper
+class Volume(NamedTuple):
+    """The call of a volume without its data, as torch.compile can trace it, unlike a Config with a device's properties.
+
+    Attributes:
+        problem, dtype, device: of the call; the dtype is what autocast makes of the tensors.
+        precision: of float32 products.
+        last: whether the input or the weight is in channels_last_3d, which the kernel does not take.
+    """
+
+    problem: Problem
+    dtype: torch.dtype
+    device: torch.device
+    precision: Precision
+    last: bool = False
+
+    def config(self, spec: DeviceSpec | None = None) -> Config:
+        """Its configuration, on its device or one with other properties; torch.channels_last is channels_last_3d."""
+        memory_format = torch.channels_last if self.last else torch.contiguous_format
+        given = self.problem, self.dtype, self.device, self.precision
+        return Config(*given, memory_format=memory_format, spec=spec or spec_of(self.device))
 
 
 def precision_of(dtype: torch.dtype, device: torch.device) -> Precision:
@@ -35,20 +53,12 @@ def precision_of(dtype: torch.dtype, device: torch.device) -> Precision:
     return torch_precision(dtype, device)
 
 
+def is_hopper(device: torch.device) -> bool:
+    return spec_of(device).is_hopper
+
+
 # torch.compile can trace neither, and takes the results as constants.
 is_hopper._dynamo_marked_constant = precision_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def config_of(
-    problem: Problem, dtype: torch.dtype, device: torch.device, precision: Precision, last: bool = False
-) -> Config:
-    """The configuration of a volume's call; ``last``: it is in channels_last_3d, which the kernel does not take.
-
-    In a graph that is traced it has no device of its own: torch.compile traces no attributes of one.
-    """
-    spec = REFERENCE if torch.compiler.is_compiling() else spec_of(device)
-    memory_format = torch.channels_last if last else torch.contiguous_format
-    return Config(problem, dtype, device, precision, memory_format=memory_format, spec=spec)
 
 
 def conv_transpose3d(
@@ -62,14 +72,14 @@ def conv_transpose3d(
     return output
 
 
-def prepare(tensors: Tensors, config: Config) -> Call:
+def prepare(tensors: Tensors, volume: Volume) -> Call:
     """Prepare an eager call as one product on tensors of this signature, with an autograd node if it records gradients.
 
     Args:
-        tensors: input, weight, and bias or None.
-        config: has the dtype to which autocast, where it is on, casts the tensors in each call.
+        tensors: input, weight, and bias or None; where autocast is on, it casts them in each call.
+        volume: the call.
     """
-    casts = is_autocasting(config.device.type)
+    config, casts = volume.config(), is_autocasting(volume.device.type)
     records = torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in tensors)
     geometry, run = config.problem.geometry, with_fallback(config.device, *_calls(config))
     forward = run if all(one is None or one.is_contiguous() for one in tensors) else _with_copies(run)
@@ -110,8 +120,8 @@ def _compute(input: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any
     key = "volume", *map(tensor_signature, (input, weight, bias)), *geometry, rounding
 
     def make() -> Call:
-        config = config_of(_problem(input.shape, weight.shape, *geometry), input.dtype, input.device, rounding)
-        return _with_copies(with_fallback(input.device, *_calls(config)))
+        volume = Volume(_problem(input.shape, weight.shape, *geometry), input.dtype, input.device, rounding)
+        return _with_copies(with_fallback(input.device, *_calls(volume.config())))
 
     with make_current(input.device):
         output: Tensor = find_or_make(key, make)(input, weight, bias)
