@@ -13,7 +13,7 @@ from gemmconv.kernels.base import Pass, why_no_kernels
 from gemmconv.kernels.forms import launches
 from gemmconv.kernels.program import Launch
 from gemmconv.ops.call_cache import find_or_make, tensor_signature
-from gemmconv.ops.configs import CallForm, default_form, pass_configs
+from gemmconv.ops.configs import CallForm, choose_pass, default_form, pass_configs
 from gemmconv.ops.programs import apply_form, bias_grad_program, programs_of
 from gemmconv.ops.schemas import (
     ARGUMENT_NAMES,
@@ -36,7 +36,8 @@ def launches_of(
     form = form or default_form(direction, tensors)
     problem = checked_problem(where, tensors, sizes, options)
     config, weight_config = pass_configs(direction, problem, tensors, options)
-    programs = programs_of(direction, config, weight_config, options.algorithm, where)
+    chosen = choose_pass(direction, config, weight_config, options.algorithm)
+    programs = programs_of(chosen, config, weight_config, direction)
     if form.with_bias and (of_bias := bias_grad_program(tensors[0])) is not None:
         programs.append(of_bias)
     if direction == "forward":

@@ -1,4 +1,4 @@
-"""Configurations of passes, made from the tensors and the options of calls."""
+"""Configurations of passes, made from the tensors and the options of calls, and the algorithms chosen for them."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from gemmconv import selection
+from gemmconv.algorithms import Algorithm
 from gemmconv.geometry import Problem
 from gemmconv.kernels.base import Config, Pass, strides_of
 from gemmconv.kernels.program import Strides
-from gemmconv.ops.schemas import Options, Tensors, memory_format
+from gemmconv.ops.schemas import Options, Tensors, memory_format, operator_name
 
 
 class CallForm(NamedTuple):
@@ -57,3 +58,16 @@ def pass_configs(direction: Pass, problem: Problem, tensors: Tensors, options: O
         return config_of(problem, first, tensors[2], options), config_of(problem, first, second, options)
     bias = len(tensors) > 2 and tensors[2] is not None
     return (config_of(problem, first, second, options, bias),) * 2
+
+
+def choose_pass(
+    direction: Pass, config: Config, weight_config: Config, requested: str
+) -> Algorithm | selection.Gradients:
+    """Choose the algorithm of a pass with these configurations, for ``"grads"`` one for each gradient.
+
+    ``requested`` is the user's ``algorithm=``; see :func:`selection.choose` and :func:`selection.choose_gradients`.
+    """
+    where = operator_name(direction)
+    if direction == "grads":
+        return selection.choose_gradients(config, weight_config, requested, where)
+    return selection.choose(config, requested, where, direction)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gemmconv import selection
+from gemmconv.algorithms import Algorithm
 from gemmconv.algorithms.fallback import with_fallback
 from gemmconv.device import make_current
 from gemmconv.kernels.base import Config, Pass, with_strides
@@ -17,8 +18,24 @@ from gemmconv.kernels.layout.transpose import prepare_via_channels_last, to_form
 from gemmconv.kernels.program import Program
 from gemmconv.ops.call_cache import find_or_make, tensor_signature
 from gemmconv.ops.configs import DEFAULT_FORM, CallForm
-from gemmconv.ops.programs import apply_form, bias_grad_program, both_programs, concatenate, gradient_programs
+from gemmconv.ops.programs import (
+    apply_form,
+    bias_grad_program,
+    both_programs,
+    concatenate,
+    gradient_programs,
+    pass_program,
+)
 from gemmconv.ops.schemas import Tensors
+
+
+def prepare_gradient(
+    direction: Pass, algorithm: Algorithm, config: Config, tensors: Tensors, form: CallForm
+) -> Callable[..., Any]:
+    """Prepare one gradient: the input's from (grad_output, weight), or the weight's from (grad_output, input)."""
+    if (program := pass_program(algorithm, config, direction)) is not None:
+        return _bind_gradients(program, tensors, form)
+    return _convert_results(direction, getattr(algorithm, direction)(config), tensors[0], form)
 
 
 def prepare_gradients(
@@ -30,7 +47,7 @@ def prepare_gradients(
 ) -> Callable[..., Any]:
     """Prepare both gradients as they were chosen, from (grad_output, input, weight)."""
     if (program := both_programs(gradients, config, weight_config)) is not None:
-        return bind_gradients(program, tensors, form)
+        return _bind_gradients(program, tensors, form)
     if (mixed := _prepare_mixed(gradients, config, weight_config, tensors, form)) is not None:
         return mixed
     if gradients.via_channels_last:
@@ -38,7 +55,7 @@ def prepare_gradients(
         call = prepare_via_channels_last(config, both_gradients(gradients, last, last), gradients.transposes_weight)
     else:
         call = both_gradients(gradients, config, weight_config)
-    return convert_results("grads", call, tensors[0], form)
+    return _convert_results("grads", call, tensors[0], form)
 
 
 def both_gradients(
@@ -72,11 +89,11 @@ def _prepare_mixed(
     grad_output, input, weight = tensors
     ours_is_of_input = of_input is not None
     if ours_is_of_input:
-        ours = bind_gradients(of_input, (grad_output, weight), form)
+        ours = _bind_gradients(of_input, (grad_output, weight), form)
         torchs = gradients.weight_grad.weight_grad(weight_config)
-        torchs = convert_results("weight_grad", torchs, grad_output, form._replace(with_bias=False))
+        torchs = _convert_results("weight_grad", torchs, grad_output, form._replace(with_bias=False))
     else:
-        ours = bind_gradients(of_weight, (grad_output, input), form)
+        ours = _bind_gradients(of_weight, (grad_output, input), form)
         torchs = gradients.input_grad.input_grad(config)
 
     def call(grad_output: Tensor, input: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
@@ -88,7 +105,7 @@ def _prepare_mixed(
     return call
 
 
-def bind_gradients(program: Program, tensors: Tensors, form: CallForm) -> Callable[..., Any]:
+def _bind_gradients(program: Program, tensors: Tensors, form: CallForm) -> Callable[..., Any]:
     """Bind a program of gradients to tensors of these strides; its call returns the gradients in this form."""
     grad_output = tensors[0]
     of_bias = bias_grad_program(grad_output) if form.with_bias else None
@@ -98,7 +115,7 @@ def bind_gradients(program: Program, tensors: Tensors, form: CallForm) -> Callab
     return call if of_bias is not None else _add_bias_gradient(call, grad_output, form)
 
 
-def convert_results(
+def _convert_results(
     direction: Pass, call: Callable[..., Any], grad_output: Tensor, form: CallForm
 ) -> Callable[..., Any]:
     """A call that returns the gradients of torch's operator in this form; the weight's is the last of ``call``."""

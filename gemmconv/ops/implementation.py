@@ -11,14 +11,15 @@ import torch
 from torch import Tensor
 
 from gemmconv import selection
+from gemmconv.algorithms import Algorithm
 from gemmconv.algorithms.fallback import with_fallback
 from gemmconv.algorithms.fold import prepare_col2im, prepare_im2col
 from gemmconv.device import make_current
 from gemmconv.geometry import Problem
 from gemmconv.kernels.base import PASSES, Config, Pass
 from gemmconv.ops.call_cache import arguments_key, find_or_make, tensor_signature
-from gemmconv.ops.configs import CallForm, default_form, pass_configs
-from gemmconv.ops.gradients import bind_gradients, convert_results, prepare_gradients
+from gemmconv.ops.configs import CallForm, choose_pass, default_form, pass_configs
+from gemmconv.ops.gradients import prepare_gradient, prepare_gradients
 from gemmconv.ops.programs import add_cast_outputs, pass_program, with_signal_output
 from gemmconv.ops.schemas import (
     OPERATORS,
@@ -80,38 +81,32 @@ def prepare_call(
 def _prepare(
     direction: Pass, problem: Problem, tensors: Tensors, options: Options, form: CallForm
 ) -> Callable[..., Any]:
-    """Choose an algorithm for a pass, and prepare its call: a program on a GPU, a CPU's kernels, or torch's operator.
+    """Choose the algorithm of a pass, or those of both gradients, and prepare the call that they compute.
 
-    The choice depends on the arguments and on tuned choices alone, so all that ask for it here, some of them for the
-    log or the program, agree. ``weight_config`` differs from ``config`` only where both gradients are asked for.
+    ``weight_config`` differs from ``config`` only where both gradients are asked for.
     """
-    where, algorithm = operator_name(direction), options.algorithm
     config, weight_config = pass_configs(direction, problem, tensors, options)
     config = replace(config, trained=True) if form.trained else config
-    selection.log_choice(config, weight_config, direction, algorithm)
+    chosen = choose_pass(direction, config, weight_config, options.algorithm)
+    if options.algorithm == "auto":
+        selection.log_choice(chosen, config, weight_config, direction)
+    if isinstance(chosen, selection.Gradients):
+        return prepare_gradients(chosen, config, weight_config, tensors, form)
     if direction == "forward":
-        return _prepare_forward(config, algorithm, where, tensors, form)
-    if direction == "grads":
-        gradients = selection.choose_gradients(config, weight_config, algorithm, where)
-        return prepare_gradients(gradients, config, weight_config, tensors, form)
-    if (program := pass_program(direction, config, algorithm, where)) is not None:
-        return bind_gradients(program, tensors, form)
-    chosen = selection.choose(config, algorithm, where, direction)
-    return convert_results(direction, getattr(chosen, direction)(config), tensors[0], form)
+        return _prepare_forward(chosen, config, tensors, form)
+    return prepare_gradient(direction, chosen, config, tensors, form)
 
 
-def _prepare_forward(
-    config: Config, algorithm: str, where: str, tensors: Tensors, form: CallForm
-) -> Callable[..., Any]:
+def _prepare_forward(algorithm: Algorithm, config: Config, tensors: Tensors, form: CallForm) -> Callable[..., Any]:
     """Prepare a forward pass: a program, or where there is none, torch's operator or the CPU's kernels.
 
     A call on signals never casts its parameters; see :func:`plain.prepare_signal`.
     """
-    if (program := pass_program("forward", config, algorithm, where)) is not None:
+    if (program := pass_program(algorithm, config, "forward")) is not None:
         program = with_signal_output(program) if form.is_signal else program
         operands = with_parameter_dtype(tensors, form.dtype)
         return add_cast_outputs(program, tensors, form).bound(config.device, operands)
-    call = selection.choose(config, algorithm, where).forward(config)
+    call = algorithm.forward(config)
     if form.is_signal:
         return lambda input, weight, bias: call(input.unsqueeze(-2), weight.unsqueeze(-2), bias).squeeze(-2)
     return _cast_parameters(call, config.dtype, form)

@@ -10,41 +10,46 @@ import torch
 from torch import Tensor
 
 from gemmconv import selection
+from gemmconv.algorithms import Algorithm
 from gemmconv.device import DeviceSpec
 from gemmconv.geometry import Problem
-from gemmconv.kernels.base import Config, Direction, Pass, strides_of, why_no_kernels
+from gemmconv.kernels.base import Config, Pass, strides_of, why_no_kernels
 from gemmconv.kernels.forms import name_of_cast
 from gemmconv.kernels.program import Output, Program, one_after_the_other
 from gemmconv.kernels.splits import bias_grad
-from gemmconv.ops.configs import CallForm, config_of
+from gemmconv.ops.configs import CallForm, choose_pass, config_of
 from gemmconv.ops.schemas import Options, Tensors, WithoutData
 
 
-def pass_program(direction: Direction, config: Config, algorithm: str, where: str) -> Program | None:
+def pass_program(algorithm: Algorithm, config: Config, direction: Pass) -> Program | None:
     """A forward pass or one gradient as a program; None where torch's operator or the CPU computes it."""
     if config.device.type != "cuda":
         return None
-    choice = selection.choose(config, algorithm, where, direction).choice(config, direction)
+    choice = algorithm.choice(config, direction)
     return None if choice is None else choice.program(config, direction)
 
 
-def programs_of(direction: Pass, config: Config, weight_config: Config, algorithm: str, where: str) -> list[Program]:
-    """The program of a pass, or of the one gradient that torch's operator does not compute."""
-    if direction == "grads":
-        gradients = selection.choose_gradients(config, weight_config, algorithm, where)
-        both = both_programs(gradients, config, weight_config)
-        programs = gradient_programs(gradients, config, weight_config) if both is None else [both]
+def programs_of(
+    chosen: Algorithm | selection.Gradients, config: Config, weight_config: Config, direction: Pass
+) -> list[Program]:
+    """The program of a pass, or of the one gradient that torch's operator does not compute; none if it computes all."""
+    programs: list[Program | None]
+    if not isinstance(chosen, selection.Gradients):
+        programs = [pass_program(chosen, config, direction)]
+    elif (both := both_programs(chosen, config, weight_config)) is not None:
+        programs = [both]
     else:
-        programs = [pass_program(direction, config, algorithm, where)]
+        programs = gradient_programs(chosen, config, weight_config)
     return [program for program in programs if program is not None]
 
 
 def layer_programs(config: Config, backward: bool) -> list[Program]:
     """The programs of a layer's forward pass and, if wanted, of its gradients; torch's operator needs none."""
-    programs = programs_of("forward", config, config, "auto", "conv_transpose2d")
+    programs = programs_of(choose_pass("forward", config, config, "auto"), config, config, "forward")
     if backward:
-        of_gradients, shape = replace(config, bias=False), config.problem.output_shape
-        programs += programs_of("grads", of_gradients, of_gradients, "auto", "conv_transpose2d_grads")
+        config_of_both, shape = replace(config, bias=False), config.problem.output_shape
+        gradients = choose_pass("grads", config_of_both, config_of_both, "auto")
+        programs += programs_of(gradients, config_of_both, config_of_both, "grads")
         grad = WithoutData.of(shape, strides_of(shape, config.memory_format), config.dtype, config.device)
         of_bias = bias_grad_program(grad, config.spec) if config.bias else None
         programs += [] if of_bias is None else [of_bias]
