@@ -15,34 +15,36 @@ from gemmconv.kernels.program import Strides
 from gemmconv.ops.schemas import Options, Tensors, memory_format, operator_name
 
 
-class CallForm(NamedTuple):
-    """What a call takes and returns, where that differs from what the operator itself takes and returns.
+class Convention(NamedTuple):
+    """The calling convention of a prepared call: where it takes or returns other than its operator's schema says.
+
+    Calls past the dispatcher, and their backward passes, may: they save casts, copies and launches that way.
 
     Attributes:
-        weight_format: strides of the weight's gradient; None for those of a contiguous tensor.
-        with_bias: whether the bias's gradient is returned too, after the others.
-        dtype: dtype of weight and bias as arguments, and of their gradients; None for the dtype of the input.
+        weight_grad_strides: strides of the weight's gradient; None for those of a contiguous tensor.
+        with_bias_grad: whether the bias's gradient is returned too, after the others.
+        parameter_dtype: dtype of weight and bias as arguments, and of their gradients; None for the input's dtype.
         returns_casts: whether a forward call returns its casts of weight and bias after the output.
-        trained: see :class:`Config`.
+        trained: not about what is taken or returned; see :class:`Config`.
         is_signal: whether a forward call takes tensors of one axis, whose memory is that of images of height 1.
     """
 
-    weight_format: Strides | None = None
-    with_bias: bool = False
-    dtype: torch.dtype | None = None
+    weight_grad_strides: Strides | None = None
+    with_bias_grad: bool = False
+    parameter_dtype: torch.dtype | None = None
     returns_casts: bool = False
     trained: bool = False
     is_signal: bool = False
 
 
-DEFAULT_FORM = CallForm()
+DEFAULT_CONVENTION = Convention()
 
 
-def default_form(direction: Pass, tensors: Tensors) -> CallForm:
-    """The form of an operator's results: ``grads`` gives a channels_last weight a gradient in channels_last."""
+def default_convention(direction: Pass, tensors: Tensors) -> Convention:
+    """The convention of an operator's schema: ``grads`` gives a channels_last weight a gradient in channels_last."""
     if direction != "grads" or memory_format(tensors[2], tensors[2]) is torch.contiguous_format:
-        return DEFAULT_FORM
-    return CallForm(strides_of(tensors[2].shape, torch.channels_last))
+        return DEFAULT_CONVENTION
+    return Convention(strides_of(tensors[2].shape, torch.channels_last))
 
 
 def config_of(problem: Problem, first: Tensor, second: Tensor, options: Options, bias: bool = False) -> Config:

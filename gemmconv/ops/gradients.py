@@ -17,12 +17,12 @@ from gemmconv.kernels.base import Config, Pass, with_strides
 from gemmconv.kernels.layout.transpose import prepare_via_channels_last, to_format
 from gemmconv.kernels.program import Program
 from gemmconv.ops.call_cache import find_or_make, tensor_signature
-from gemmconv.ops.configs import DEFAULT_FORM, CallForm
+from gemmconv.ops.configs import DEFAULT_CONVENTION, Convention
 from gemmconv.ops.programs import (
-    apply_form,
     bias_grad_program,
     both_programs,
     concatenate,
+    convert_outputs,
     gradient_programs,
     pass_program,
 )
@@ -30,12 +30,12 @@ from gemmconv.ops.schemas import Tensors
 
 
 def prepare_gradient(
-    direction: Pass, algorithm: Algorithm, config: Config, tensors: Tensors, form: CallForm
+    direction: Pass, algorithm: Algorithm, config: Config, tensors: Tensors, convention: Convention
 ) -> Callable[..., Any]:
     """Prepare one gradient: the input's from (grad_output, weight), or the weight's from (grad_output, input)."""
     if (program := pass_program(algorithm, config, direction)) is not None:
-        return _bind_gradients(program, tensors, form)
-    return _convert_results(direction, getattr(algorithm, direction)(config), tensors[0], form)
+        return _bind_gradients(program, tensors, convention)
+    return _convert_results(direction, getattr(algorithm, direction)(config), tensors[0], convention)
 
 
 def prepare_gradients(
@@ -43,19 +43,19 @@ def prepare_gradients(
     config: Config,
     weight_config: Config,
     tensors: Tensors,
-    form: CallForm = DEFAULT_FORM,
+    convention: Convention = DEFAULT_CONVENTION,
 ) -> Callable[..., Any]:
     """Prepare both gradients as they were chosen, from (grad_output, input, weight)."""
     if (program := both_programs(gradients, config, weight_config)) is not None:
-        return _bind_gradients(program, tensors, form)
-    if (mixed := _prepare_mixed(gradients, config, weight_config, tensors, form)) is not None:
+        return _bind_gradients(program, tensors, convention)
+    if (mixed := _prepare_mixed(gradients, config, weight_config, tensors, convention)) is not None:
         return mixed
     if gradients.via_channels_last:
         last = replace(config, memory_format=torch.channels_last)
         call = prepare_via_channels_last(config, both_gradients(gradients, last, last), gradients.transposes_weight)
     else:
         call = both_gradients(gradients, config, weight_config)
-    return _convert_results("grads", call, tensors[0], form)
+    return _convert_results("grads", call, tensors[0], convention)
 
 
 def both_gradients(
@@ -78,48 +78,50 @@ def both_gradients(
 
 
 def _prepare_mixed(
-    gradients: selection.Gradients, config: Config, weight_config: Config, tensors: Tensors, form: CallForm
+    gradients: selection.Gradients, config: Config, weight_config: Config, tensors: Tensors, convention: Convention
 ) -> Callable[..., Any] | None:
-    """Prepare both gradients where torch's operator computes one of them and a program the other, else None."""
-    if config.device.type != "cuda" or gradients.via_channels_last or gradients.at_once or gradients.share:
+    """Prepare both gradients where torch's operator computes one of them and a program the other, else None.
+
+    The program runs first, and gives the bias's gradient too.
+    """
+    if gradients.via_channels_last or gradients.at_once or gradients.share:
         return None
-    of_input, of_weight = gradient_programs(gradients, config, weight_config)
-    if (of_input is None) == (of_weight is None):
+    programs = gradient_programs(gradients, config, weight_config)
+    if programs.count(None) != 1:
         return None
+    ours_is_of_input = programs[1] is None
+    of_torch = convention._replace(with_bias_grad=False)
+    of_input, of_weight = (convention, of_torch) if ours_is_of_input else (of_torch, convention)
     grad_output, input, weight = tensors
-    ours_is_of_input = of_input is not None
-    if ours_is_of_input:
-        ours = _bind_gradients(of_input, (grad_output, weight), form)
-        torchs = gradients.weight_grad.weight_grad(weight_config)
-        torchs = _convert_results("weight_grad", torchs, grad_output, form._replace(with_bias=False))
-    else:
-        ours = _bind_gradients(of_weight, (grad_output, input), form)
-        torchs = gradients.input_grad.input_grad(config)
+    input_grad = prepare_gradient("input_grad", gradients.input_grad, config, (grad_output, weight), of_input)
+    weight_grad = prepare_gradient("weight_grad", gradients.weight_grad, weight_config, (grad_output, input), of_weight)
 
     def call(grad_output: Tensor, input: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
-        found = ours(grad_output, weight if ours_is_of_input else input)
-        by_us, *bias = found if form.with_bias else (found,)
-        by_torch = torchs(grad_output, input if ours_is_of_input else weight)
+        if ours_is_of_input:
+            ours, by_torch = input_grad(grad_output, weight), weight_grad(grad_output, input)
+        else:
+            ours, by_torch = weight_grad(grad_output, input), input_grad(grad_output, weight)
+        by_us, *bias = ours if convention.with_bias_grad else (ours,)
         return (by_us, by_torch, *bias) if ours_is_of_input else (by_torch, by_us, *bias)
 
     return call
 
 
-def _bind_gradients(program: Program, tensors: Tensors, form: CallForm) -> Callable[..., Any]:
-    """Bind a program of gradients to tensors of these strides; its call returns the gradients in this form."""
+def _bind_gradients(program: Program, tensors: Tensors, convention: Convention) -> Callable[..., Any]:
+    """Bind a program of gradients to tensors of these strides; its call returns the gradients by the convention."""
     grad_output = tensors[0]
-    of_bias = bias_grad_program(grad_output) if form.with_bias else None
+    of_bias = bias_grad_program(grad_output) if convention.with_bias_grad else None
     if of_bias is not None:
         program = concatenate(of_bias, program, program.arguments)
-    call = apply_form(program, form).bound(grad_output.device, tensors)
-    return call if of_bias is not None else _add_bias_gradient(call, grad_output, form)
+    call = convert_outputs(program, convention).bound(grad_output.device, tensors)
+    return call if of_bias is not None else _add_bias_gradient(call, grad_output, convention)
 
 
 def _convert_results(
-    direction: Pass, call: Callable[..., Any], grad_output: Tensor, form: CallForm
+    direction: Pass, call: Callable[..., Any], grad_output: Tensor, convention: Convention
 ) -> Callable[..., Any]:
-    """A call that returns the gradients of torch's operator in this form; the weight's is the last of ``call``."""
-    strides, dtype = form.weight_format, form.dtype
+    """A call that converts the gradients of ``call``, torch's operator, to a convention; the weight's is the last."""
+    strides, dtype = convention.weight_grad_strides, convention.parameter_dtype
     if direction != "input_grad" and strides is not None:
         if (returning := getattr(call, "returning", None)) is not None:  # one call of torch's writes these strides
             call = returning(strides)
@@ -127,7 +129,7 @@ def _convert_results(
             call = _convert_last(call, lambda one: with_strides(one, strides))
     if direction != "input_grad" and dtype is not None:
         call = _convert_last(call, lambda one: one.to(dtype))
-    return _add_bias_gradient(call, grad_output, form)
+    return _add_bias_gradient(call, grad_output, convention)
 
 
 def _convert_last(call: Callable[..., Any], convert: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
@@ -138,11 +140,11 @@ def _convert_last(call: Callable[..., Any], convert: Callable[[Tensor], Tensor])
     return converting
 
 
-def _add_bias_gradient(call: Callable[..., Any], grad_output: Tensor, form: CallForm) -> Callable[..., Any]:
-    """A call that returns the bias's gradient after those of ``call`` if the form asks for it."""
-    if not form.with_bias:
+def _add_bias_gradient(call: Callable[..., Any], grad_output: Tensor, convention: Convention) -> Callable[..., Any]:
+    """A call that returns the bias's gradient after those of ``call`` if the convention asks for it."""
+    if not convention.with_bias_grad:
         return call
-    bias_gradient = _prepare_bias_gradient(grad_output, form)  # by a kernel, whatever computes the others
+    bias_gradient = _prepare_bias_gradient(grad_output, convention)  # by a kernel, whatever computes the others
 
     def with_bias(grad_output: Tensor, *tensors: Tensor) -> Any:
         results = call(grad_output, *tensors)
@@ -156,18 +158,18 @@ def bias_gradient(grad_output: Tensor) -> Tensor:
     """Sum a dense grad_output over images and pixels, to the same bits as in a call of several gradients."""
     with make_current(grad_output.device):
         key = "bias_grad", tensor_signature(grad_output)
-        call: Callable[[Tensor], Tensor] = find_or_make(key, lambda: _prepare_bias_gradient(grad_output, DEFAULT_FORM))
-        return call(grad_output)
+        output: Tensor = find_or_make(key, lambda: _prepare_bias_gradient(grad_output, DEFAULT_CONVENTION))(grad_output)
+        return output
 
 
-def _prepare_bias_gradient(grad_output: Tensor, form: CallForm) -> Callable[[Tensor], Tensor]:
+def _prepare_bias_gradient(grad_output: Tensor, convention: Convention) -> Callable[[Tensor], Tensor]:
     def by_torch() -> Callable[[Tensor], Tensor]:
-        return lambda grad_output: grad_output.sum((0, 2, 3), dtype=form.dtype)
+        return lambda grad_output: grad_output.sum((0, 2, 3), dtype=convention.parameter_dtype)
 
     def by_kernel() -> Callable[[Tensor], Tensor]:
         program = bias_grad_program(grad_output)
         if program is None:
             return by_torch()
-        return apply_form(program, form).bound(grad_output.device, (grad_output,))
+        return convert_outputs(program, convention).bound(grad_output.device, (grad_output,))
 
     return with_fallback(grad_output.device, by_kernel, by_torch)

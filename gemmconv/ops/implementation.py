@@ -1,4 +1,19 @@
-"""The implementations of the operators: each finds the prepared call of its signature, or prepares it, and runs it."""
+"""The implementations of the operators: each finds the prepared call of its signature, or prepares it, and runs it.
+
+The first call of a signature goes through these stages; here ``[8, 64, 32, 32]`` by ``[64, 32, 4, 4]``, float16, H200:
+
+    arguments        ([2, 2], [1, 1])                             after the tensors, as the dispatcher passes them
+    Options          (stride=(2, 2), padding=(1, 1), ...)         with all defaults, algorithm="auto" among them
+    Problem          (batch=8, in_channels=64, ...)               the geometry; all arguments are checked: ops/schemas
+    Config           (problem, torch.float16, cuda:0, ...)        all that decides how to compute it: ops/configs
+    Algorithm        Fused()                                      chosen once, by configs.choose_pass
+    Choice           sm90/implicit_gemm with a tile               its fastest kernel: algorithms/base
+    Program          launches weights/pack.cu, then the kernel    plain data: ops/programs
+    prepared call    call(input, weight, None) -> output          for these strides: kernels/bind
+
+For both gradients at once the choice is a pair, ``Gradients``. On a CPU, and where torch's operator is chosen, there is
+no program, and the algorithm prepares the call itself. Calls on volumes have an operator of their own: ops/volumes.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +33,7 @@ from gemmconv.device import make_current
 from gemmconv.geometry import Problem
 from gemmconv.kernels.base import PASSES, Config, Pass
 from gemmconv.ops.call_cache import arguments_key, find_or_make, tensor_signature
-from gemmconv.ops.configs import CallForm, choose_pass, default_form, pass_configs
+from gemmconv.ops.configs import Convention, choose_pass, default_convention, pass_configs
 from gemmconv.ops.gradients import prepare_gradient, prepare_gradients
 from gemmconv.ops.programs import add_cast_outputs, pass_program, with_signal_output
 from gemmconv.ops.schemas import (
@@ -45,82 +60,83 @@ def _compute(direction: Pass, where: str, *inputs: Any) -> Any:
 
 
 def prepare_call(
-    direction: Pass, tensors: Tensors, sizes: Any, arguments: Arguments, form: CallForm | None = None
+    direction: Pass, tensors: Tensors, sizes: Any, arguments: Arguments, convention: Convention | None = None
 ) -> Callable[..., Any]:
     """The prepared call of an operator on tensors of these shapes and strides, from the cache if it is there.
 
     Args:
         direction: which operator.
-        tensors: its tensors, all of one dtype.
+        tensors: its tensors, all of one dtype; of weight and bias the dtype after casts that the call makes itself.
         sizes: height and width of the input for its gradient, of the kernel for the weight's; None for other passes.
-        arguments: the others, from the stride on.
-        form: what the call takes and returns beside that; None for what the operator itself does.
+        arguments: the operator's other arguments, from the stride on; trailing defaults may be left out.
+        convention: where the call takes or returns other than the operator; None for the operator's own convention.
     """
-    first, form = tensors[0], form or default_form(direction, tensors)
-    current = selection.torch_precision(first.dtype, first.device)
-
-    def make() -> Callable[..., Any]:
-        options = Options(*as_hashable(arguments))
-        problem = checked_problem(operator_name(direction), tensors, sizes, options)
-
-        def prepare(algorithm: str) -> Callable[..., Any]:
-            return _prepare(direction, problem, tensors, options._replace(algorithm=algorithm), form)
-
-        if options.algorithm != "auto":
-            return prepare(options.algorithm)
-        # Torch's operator serves where kernels are not available.
-        return with_fallback(first.device, lambda: prepare("auto"), lambda: prepare("native"))
-
+    convention = convention or default_convention(direction, tensors)
     # Bytes, made quickly; for arguments that have none, such as sizes of a traced graph, the values themselves.
     given = arguments_key((sizes, arguments)) or (sizes, Options(*as_hashable(arguments)))
-    key = (direction, *map(tensor_signature, tensors), given, current, form)
-    call: Callable[..., Any] = find_or_make(key, make)
+    current = selection.torch_precision(tensors[0].dtype, tensors[0].device)
+    key = (direction, *map(tensor_signature, tensors), given, current, convention)
+    call: Callable[..., Any] = find_or_make(key, lambda: _prepare(direction, tensors, sizes, arguments, convention))
     return call
 
 
 def _prepare(
-    direction: Pass, problem: Problem, tensors: Tensors, options: Options, form: CallForm
+    direction: Pass, tensors: Tensors, sizes: Any, arguments: Arguments, convention: Convention
 ) -> Callable[..., Any]:
-    """Choose the algorithm of a pass, or those of both gradients, and prepare the call that they compute.
+    """Check the arguments and prepare the call, with ``"auto"`` by torch's operator where kernels are not available."""
+    options = Options(*as_hashable(arguments))
+    problem = checked_problem(operator_name(direction), tensors, sizes, options)
 
-    ``weight_config`` differs from ``config`` only where both gradients are asked for.
-    """
-    config, weight_config = pass_configs(direction, problem, tensors, options)
-    config = replace(config, trained=True) if form.trained else config
+    def prepare(algorithm: str) -> Callable[..., Any]:
+        return _prepare_by(options._replace(algorithm=algorithm), direction, problem, tensors, convention)
+
+    if options.algorithm != "auto":
+        return prepare(options.algorithm)
+    return with_fallback(tensors[0].device, lambda: prepare("auto"), lambda: prepare("native"))
+
+
+def _prepare_by(
+    options: Options, direction: Pass, problem: Problem, tensors: Tensors, convention: Convention
+) -> Callable[..., Any]:
+    """Choose an algorithm for the pass, or a pair for both gradients, and prepare the call that they compute."""
+    config, weight_config = pass_configs(direction, problem, tensors, options)  # alike for all passes but ``grads``
+    config = replace(config, trained=True) if convention.trained else config
     chosen = choose_pass(direction, config, weight_config, options.algorithm)
     if options.algorithm == "auto":
         selection.log_choice(chosen, config, weight_config, direction)
     if isinstance(chosen, selection.Gradients):
-        return prepare_gradients(chosen, config, weight_config, tensors, form)
+        return prepare_gradients(chosen, config, weight_config, tensors, convention)
     if direction == "forward":
-        return _prepare_forward(chosen, config, tensors, form)
-    return prepare_gradient(direction, chosen, config, tensors, form)
+        return _prepare_forward(chosen, config, tensors, convention)
+    return prepare_gradient(direction, chosen, config, tensors, convention)
 
 
-def _prepare_forward(algorithm: Algorithm, config: Config, tensors: Tensors, form: CallForm) -> Callable[..., Any]:
-    """Prepare a forward pass: a program, or where there is none, torch's operator or the CPU's kernels.
+def _prepare_forward(
+    algorithm: Algorithm, config: Config, tensors: Tensors, convention: Convention
+) -> Callable[..., Any]:
+    """Prepare a forward pass: its program, or where there is none, the algorithm's own call on tensors.
 
     A call on signals never casts its parameters; see :func:`plain.prepare_signal`.
     """
     if (program := pass_program(algorithm, config, "forward")) is not None:
-        program = with_signal_output(program) if form.is_signal else program
-        operands = with_parameter_dtype(tensors, form.dtype)
-        return add_cast_outputs(program, tensors, form).bound(config.device, operands)
+        program = with_signal_output(program) if convention.is_signal else program
+        operands = with_parameter_dtype(tensors, convention.parameter_dtype)
+        return add_cast_outputs(program, tensors, convention).bound(config.device, operands)
     call = algorithm.forward(config)
-    if form.is_signal:
+    if convention.is_signal:
         return lambda input, weight, bias: call(input.unsqueeze(-2), weight.unsqueeze(-2), bias).squeeze(-2)
-    return _cast_parameters(call, config.dtype, form)
+    return _cast_parameters(call, config.dtype, convention)
 
 
-def _cast_parameters(call: Callable[..., Tensor], dtype: torch.dtype, form: CallForm) -> Callable[..., Any]:
-    """A forward call that first casts weight and bias from the form's dtype to ``dtype``."""
-    if form.dtype is None:
+def _cast_parameters(call: Callable[..., Tensor], dtype: torch.dtype, convention: Convention) -> Callable[..., Any]:
+    """A forward call that first casts weight and bias from the convention's dtype to ``dtype``."""
+    if convention.parameter_dtype is None:
         return call
 
     def with_casts(input: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
         casts = [one.to(dtype) for one in (weight, bias) if one is not None]
         output = call(input, *casts, *[None] * (bias is None))
-        return (output, *casts) if form.returns_casts else output
+        return (output, *casts) if convention.returns_casts else output
 
     return with_casts
 

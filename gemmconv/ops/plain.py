@@ -53,30 +53,30 @@ def store_call(key: Hashable, call: Call | None) -> Call | None:
 def prepare(input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Arguments) -> Call | None:
     """Prepare the call on such tensors; None in a mode, or for tensors, that the dispatcher serves.
 
-    Under autocast the tensors have to be cast, the input by torch. Where the kernels of the call can cast weight and
-    bias themselves, in one launch, it is prepared for tensors in autocast's dtype without data, and called with the
-    parameters as they are. Else torch casts all three.
-
     Args:
         input, weight, bias: the input may be without a batch.
         arguments: all arguments of the operator after its tensors, checked.
     """
-    if input.dim() == 3:
-        batched = prepare(input.unsqueeze(0), weight, bias, arguments)
-        return batched and (lambda input, weight, bias: batched(input.unsqueeze(0), weight, bias).squeeze(0))
-    tensors = input, weight, bias
+    has_batch = input.dim() != 3
+    tensors = input if has_batch else input.unsqueeze(0), weight, bias
     if in_a_mode() or not are_dense(*tensors):
         return None
-    if not is_autocasting(input.device.type):
-        return prepare_recording(tensors, arguments)
-    dtype = torch.get_autocast_dtype(input.device.type)
+    is_cast = is_autocasting(input.device.type)
+    call = _prepare_autocast(tensors, arguments) if is_cast else prepare_recording(tensors, arguments)
+    return call if has_batch else lambda input, weight, bias: call(input.unsqueeze(0), weight, bias).squeeze(0)
+
+
+def _prepare_autocast(tensors: Tensors, arguments: Arguments) -> Call:
+    """Prepare a call under autocast, which casts the input by torch, weight and bias by its own kernels or by torch."""
+    dtype = torch.get_autocast_dtype(tensors[0].device.type)
     cast = partial(cast_as_autocast, dtype=dtype)
-    if _call_casts_parameters(tensors, dtype):
-        low = cast(input), *(without_data(one, dtype) for one in tensors[1:])
-        casting = prepare_recording(low, arguments, tensors[1:])
-        return lambda input, weight, bias: casting(cast(input), weight, bias)
-    call = prepare_recording(tuple(map(cast, tensors)), arguments)
-    return lambda input, weight, bias: call(cast(input), cast(weight), cast(bias))
+    if not casts_parameters(tensors, dtype):
+        call = prepare_recording(tuple(map(cast, tensors)), arguments)
+        return lambda input, weight, bias: call(cast(input), cast(weight), cast(bias))
+    # It is prepared for parameters in autocast's dtype, which have no data yet, and takes them as they are.
+    low = cast(tensors[0]), *(without_data(one, dtype) for one in tensors[1:])
+    casting = prepare_recording(low, arguments, tensors[1:])
+    return lambda input, weight, bias: casting(cast(input), weight, bias)
 
 
 def prepare_signal(input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Arguments) -> Call | None:
@@ -98,26 +98,24 @@ def prepare_signal(input: Tensor, weight: Tensor, bias: Tensor | None, arguments
     return prepare_recording(tensors, arguments, is_signal=True)
 
 
-def _call_casts_parameters(tensors: Tensors, dtype: torch.dtype) -> bool:
-    """Whether a call casts weight and bias to autocast's dtype, of 16 bits, in its own kernels.
+def casts_parameters(tensors: Tensors, dtype: torch.dtype) -> bool:
+    """Whether a call casts weight and bias to autocast's ``dtype`` by a kernel of its own; if not, torch casts them.
 
-    Both must be float32 and dense, and in the same one of two cases. A cast may be cacheable: then later calls of the
-    region find it. Or no gradient is recorded through it: then nobody else needs it.
+    One launch casts both, so each condition is one on both.
     """
-    parameters = [one for one in tensors[1:] if one is not None]
-    return (
-        tensors[0].is_cuda
-        and tensors[0].dtype != torch.float64
-        and dtype.itemsize == 2
-        and len({is_cacheable(one) for one in parameters}) == 1
-        and all(
-            one.dtype == torch.float32
-            and (is_cacheable(one) or not (one.requires_grad and torch.is_grad_enabled()))
-            and not one.is_inference()
-            for one in parameters
-        )
-        and are_packed(tensors[1:])
-    )
+    input, *parameters = (one for one in tensors if one is not None)
+    # The kernel (csrc/layout/cast.cu) is for GPUs and writes 16 bits. Autocast leaves a float64 input as it is.
+    is_to_16_bits = input.is_cuda and dtype.itemsize == 2 and input.dtype != torch.float64
+    # It reads float32, and its casts have the strides of memory without gaps.
+    are_readable = are_packed(tensors[1:]) and all(one.dtype == torch.float32 for one in parameters)
+    # A call caches both casts for later calls of the region, or none.
+    cacheable = {is_cacheable(one) for one in parameters}
+    # Gradients skip a cast of ours, which needs a leaf with a cacheable cast. Those of other casts are torch's.
+    are_recorded = torch.is_grad_enabled() and any(one.requires_grad for one in parameters)
+    # A version tells whether a tensor changed after its cast. Tensors made in inference mode have none.
+    have_versions = not any(one.is_inference() for one in parameters)
+    may_cache = cacheable == {True} or (cacheable == {False} and not are_recorded)
+    return is_to_16_bits and are_readable and may_cache and have_versions
 
 
 def are_packed(parameters: Tensors) -> bool:
