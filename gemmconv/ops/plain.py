@@ -99,23 +99,20 @@ def prepare_signal(input: Tensor, weight: Tensor, bias: Tensor | None, arguments
 
 
 def casts_parameters(tensors: Tensors, dtype: torch.dtype) -> bool:
-    """Whether a call casts weight and bias to autocast's ``dtype`` by a kernel of its own; if not, torch casts them.
-
-    One launch casts both, so each condition is one on both.
-    """
+    """Whether a call casts weight and bias to autocast's ``dtype``, both by one launch; if not, torch casts them."""
     input, *parameters = (one for one in tensors if one is not None)
-    # The kernel (csrc/layout/cast.cu) is for GPUs and writes 16 bits. Autocast leaves a float64 input as it is.
-    is_to_16_bits = input.is_cuda and dtype.itemsize == 2 and input.dtype != torch.float64
-    # It reads float32, and its casts have the strides of memory without gaps.
+    # The kernel that casts, csrc/layout/cast.cu, writes 16 bits on a GPU. Autocast leaves a float64 input as it is.
+    is_in_16_bits = input.is_cuda and dtype.itemsize == 2 and input.dtype != torch.float64
+    # It reads float32, and goes through memory without gaps, so that a cast has the strides of its tensor.
     are_readable = are_packed(tensors[1:]) and all(one.dtype == torch.float32 for one in parameters)
-    # A call caches both casts for later calls of the region, or none.
+    # Later calls of the region find casts in the cache: a call puts all of its casts there, or none.
     cacheable = {is_cacheable(one) for one in parameters}
-    # Gradients skip a cast of ours, which needs a leaf with a cacheable cast. Those of other casts are torch's.
-    are_recorded = torch.is_grad_enabled() and any(one.requires_grad for one in parameters)
-    # A version tells whether a tensor changed after its cast. Tensors made in inference mode have none.
+    are_alike = len(cacheable) == 1
+    # A call passes gradients straight to leaves, past its casts. Those of computed tensors go through casts by torch.
+    need_torchs = False in cacheable and torch.is_grad_enabled() and any(one.requires_grad for one in parameters)
+    # A version tells whether a weight changed after its cast; tensors that were made in inference mode have none.
     have_versions = not any(one.is_inference() for one in parameters)
-    may_cache = cacheable == {True} or (cacheable == {False} and not are_recorded)
-    return is_to_16_bits and are_readable and may_cache and have_versions
+    return is_in_16_bits and are_readable and are_alike and not need_torchs and have_versions
 
 
 def are_packed(parameters: Tensors) -> bool:
