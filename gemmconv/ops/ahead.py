@@ -13,7 +13,7 @@ from gemmconv.kernels.base import Pass, why_no_kernels
 from gemmconv.kernels.forms import launches
 from gemmconv.kernels.program import Launch
 from gemmconv.ops.call_cache import find_or_make, tensor_signature
-from gemmconv.ops.configs import Convention, choose_pass, default_convention, pass_configs
+from gemmconv.ops.configs import Convention, choose_pass, default_convention
 from gemmconv.ops.programs import bias_grad_program, convert_outputs, programs_of
 from gemmconv.ops.schemas import (
     ARGUMENT_NAMES,
@@ -21,7 +21,6 @@ from gemmconv.ops.schemas import (
     Options,
     Tensors,
     as_hashable,
-    checked_problem,
     operator_name,
     with_parameter_dtype,
     without_data,
@@ -34,10 +33,8 @@ def launches_of(
     """The launches of the call that ``implementation.prepare_call`` prepares; tensors may be without data."""
     options, where = Options(*as_hashable(arguments)), operator_name(direction)
     convention = convention or default_convention(direction, tensors)
-    problem = checked_problem(where, tensors, sizes, options)
-    config, weight_config = pass_configs(direction, problem, tensors, options)
-    chosen = choose_pass(direction, config, weight_config, options.algorithm)
-    programs = programs_of(chosen, config, weight_config, direction)
+    chosen, config, weight_config = choose_pass(direction, tensors, sizes, options)
+    programs = programs_of(direction, chosen, config, weight_config)
     if convention.with_bias_grad and (of_bias := bias_grad_program(tensors[0])) is not None:
         programs.append(of_bias)
     if direction == "forward":

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +14,10 @@ from gemmconv.algorithms import Algorithm
 from gemmconv.geometry import Problem
 from gemmconv.kernels.base import Config, Pass, strides_of
 from gemmconv.kernels.program import Strides
-from gemmconv.ops.schemas import Options, Tensors, memory_format, operator_name
+from gemmconv.ops.schemas import Options, Tensors, checked_problem, memory_format, operator_name
+
+Chosen = Algorithm | selection.Gradients  # the algorithm of a pass, or those of both gradients
+Prepared = Callable[..., Any]  # a prepared call: what it takes and returns is said by a Convention
 
 
 class Convention(NamedTuple):
@@ -37,13 +42,10 @@ class Convention(NamedTuple):
     is_signal: bool = False
 
 
-DEFAULT_CONVENTION = Convention()
-
-
 def default_convention(direction: Pass, tensors: Tensors) -> Convention:
     """The convention of an operator's schema: ``grads`` gives a channels_last weight a gradient in channels_last."""
     if direction != "grads" or memory_format(tensors[2], tensors[2]) is torch.contiguous_format:
-        return DEFAULT_CONVENTION
+        return Convention()
     return Convention(strides_of(tensors[2].shape, torch.channels_last))
 
 
@@ -53,23 +55,18 @@ def config_of(problem: Problem, first: Tensor, second: Tensor, options: Options,
     return selection.current_config(problem, first.dtype, first.device, *settings)
 
 
-def pass_configs(direction: Pass, problem: Problem, tensors: Tensors, options: Options) -> tuple[Config, Config]:
-    """The configurations of the input's and the weight's gradient; any other pass has its own twice."""
-    first, second = tensors[:2]
-    if direction == "grads":
-        return config_of(problem, first, tensors[2], options), config_of(problem, first, second, options)
-    bias = len(tensors) > 2 and tensors[2] is not None
-    return (config_of(problem, first, second, options, bias),) * 2
-
-
 def choose_pass(
-    direction: Pass, config: Config, weight_config: Config, requested: str
-) -> Algorithm | selection.Gradients:
-    """Choose the algorithm of a pass with these configurations, for ``"grads"`` one for each gradient.
+    direction: Pass, tensors: Tensors, sizes: Any, options: Options, trained: bool = False
+) -> tuple[Chosen, Config, Config]:
+    """Check the arguments of a pass, and choose its algorithm, or those of both gradients.
 
-    ``requested`` is the user's ``algorithm=``; see :func:`selection.choose` and :func:`selection.choose_gradients`.
+    Returns it with the configurations of the input's and the weight's gradient; any other pass has its own twice.
     """
-    where = operator_name(direction)
+    where, (first, second, *others) = operator_name(direction), tensors
+    problem = checked_problem(where, tensors, sizes, options)
     if direction == "grads":
-        return selection.choose_gradients(config, weight_config, requested, where)
-    return selection.choose(config, requested, where, direction)
+        configs = config_of(problem, first, others[0], options), config_of(problem, first, second, options)
+        return selection.choose_gradients(*configs, options.algorithm, where), *configs
+    config = config_of(problem, first, second, options, bias=bool(others) and others[0] is not None)
+    config = replace(config, trained=trained)
+    return selection.choose(config, options.algorithm, where, direction), config, config

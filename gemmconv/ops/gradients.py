@@ -17,35 +17,24 @@ from gemmconv.kernels.base import Config, Pass, with_strides
 from gemmconv.kernels.layout.transpose import prepare_via_channels_last, to_format
 from gemmconv.kernels.program import Program
 from gemmconv.ops.call_cache import find_or_make, tensor_signature
-from gemmconv.ops.configs import DEFAULT_CONVENTION, Convention
-from gemmconv.ops.programs import (
-    bias_grad_program,
-    both_programs,
-    concatenate,
-    convert_outputs,
-    gradient_programs,
-    pass_program,
-)
+from gemmconv.ops.configs import Convention, Prepared
+from gemmconv.ops.programs import bias_grad_program, both_programs, concatenate, convert_outputs, pass_program
 from gemmconv.ops.schemas import Tensors
 
 
 def prepare_gradient(
     direction: Pass, algorithm: Algorithm, config: Config, tensors: Tensors, convention: Convention
-) -> Callable[..., Any]:
+) -> Prepared:
     """Prepare one gradient: the input's from (grad_output, weight), or the weight's from (grad_output, input)."""
-    if (program := pass_program(algorithm, config, direction)) is not None:
+    if (program := pass_program(direction, algorithm, config)) is not None:
         return _bind_gradients(program, tensors, convention)
     return _convert_results(direction, getattr(algorithm, direction)(config), tensors[0], convention)
 
 
 def prepare_gradients(
-    gradients: selection.Gradients,
-    config: Config,
-    weight_config: Config,
-    tensors: Tensors,
-    convention: Convention = DEFAULT_CONVENTION,
-) -> Callable[..., Any]:
-    """Prepare both gradients as they were chosen, from (grad_output, input, weight)."""
+    gradients: selection.Gradients, config: Config, weight_config: Config, tensors: Tensors, convention: Convention
+) -> Prepared:
+    """Prepare both gradients, from (grad_output, input, weight), by programs, by one and torch, or by no program."""
     if (program := both_programs(gradients, config, weight_config)) is not None:
         return _bind_gradients(program, tensors, convention)
     if (mixed := _prepare_mixed(gradients, config, weight_config, tensors, convention)) is not None:
@@ -79,18 +68,15 @@ def both_gradients(
 
 def _prepare_mixed(
     gradients: selection.Gradients, config: Config, weight_config: Config, tensors: Tensors, convention: Convention
-) -> Callable[..., Any] | None:
-    """Prepare both gradients where torch's operator computes one of them and a program the other, else None.
-
-    The program runs first, and gives the bias's gradient too.
-    """
+) -> Prepared | None:
+    """Prepare both gradients where torch's operator computes one of them, after a program of the other; else None."""
     if gradients.via_channels_last or gradients.at_once or gradients.share:
         return None
-    programs = gradient_programs(gradients, config, weight_config)
-    if programs.count(None) != 1:
+    ours_is_of_input = pass_program("input_grad", gradients.input_grad, config) is not None
+    ours_is_of_weight = pass_program("weight_grad", gradients.weight_grad, weight_config) is not None
+    if ours_is_of_input == ours_is_of_weight:
         return None
-    ours_is_of_input = programs[1] is None
-    of_torch = convention._replace(with_bias_grad=False)
+    of_torch = convention._replace(with_bias_grad=False)  # the program's call gives that gradient
     of_input, of_weight = (convention, of_torch) if ours_is_of_input else (of_torch, convention)
     grad_output, input, weight = tensors
     input_grad = prepare_gradient("input_grad", gradients.input_grad, config, (grad_output, weight), of_input)
@@ -107,8 +93,8 @@ def _prepare_mixed(
     return call
 
 
-def _bind_gradients(program: Program, tensors: Tensors, convention: Convention) -> Callable[..., Any]:
-    """Bind a program of gradients to tensors of these strides; its call returns the gradients by the convention."""
+def _bind_gradients(program: Program, tensors: Tensors, convention: Convention) -> Prepared:
+    """Bind a program of gradients to tensors of these strides; its call returns gradients by the convention."""
     grad_output = tensors[0]
     of_bias = bias_grad_program(grad_output) if convention.with_bias_grad else None
     if of_bias is not None:
@@ -117,10 +103,8 @@ def _bind_gradients(program: Program, tensors: Tensors, convention: Convention) 
     return call if of_bias is not None else _add_bias_gradient(call, grad_output, convention)
 
 
-def _convert_results(
-    direction: Pass, call: Callable[..., Any], grad_output: Tensor, convention: Convention
-) -> Callable[..., Any]:
-    """A call that converts the gradients of ``call``, torch's operator, to a convention; the weight's is the last."""
+def _convert_results(direction: Pass, call: Prepared, grad_output: Tensor, convention: Convention) -> Prepared:
+    """A call that has no program, with its gradients converted by the convention; the weight's is its last."""
     strides, dtype = convention.weight_grad_strides, convention.parameter_dtype
     if direction != "input_grad" and strides is not None:
         if (returning := getattr(call, "returning", None)) is not None:  # one call of torch's writes these strides
@@ -132,7 +116,7 @@ def _convert_results(
     return _add_bias_gradient(call, grad_output, convention)
 
 
-def _convert_last(call: Callable[..., Any], convert: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
+def _convert_last(call: Prepared, convert: Callable[[Tensor], Tensor]) -> Prepared:
     def converting(*tensors: Tensor) -> Any:
         results = call(*tensors)
         return (*results[:-1], convert(results[-1])) if isinstance(results, tuple) else convert(results)
@@ -140,7 +124,7 @@ def _convert_last(call: Callable[..., Any], convert: Callable[[Tensor], Tensor])
     return converting
 
 
-def _add_bias_gradient(call: Callable[..., Any], grad_output: Tensor, convention: Convention) -> Callable[..., Any]:
+def _add_bias_gradient(call: Prepared, grad_output: Tensor, convention: Convention) -> Prepared:
     """A call that returns the bias's gradient after those of ``call`` if the convention asks for it."""
     if not convention.with_bias_grad:
         return call
@@ -158,18 +142,16 @@ def bias_gradient(grad_output: Tensor) -> Tensor:
     """Sum a dense grad_output over images and pixels, to the same bits as in a call of several gradients."""
     with make_current(grad_output.device):
         key = "bias_grad", tensor_signature(grad_output)
-        output: Tensor = find_or_make(key, lambda: _prepare_bias_gradient(grad_output, DEFAULT_CONVENTION))(grad_output)
-        return output
+        return find_or_make(key, lambda: _prepare_bias_gradient(grad_output, Convention()))(grad_output)
 
 
 def _prepare_bias_gradient(grad_output: Tensor, convention: Convention) -> Callable[[Tensor], Tensor]:
-    def by_torch() -> Callable[[Tensor], Tensor]:
-        return lambda grad_output: grad_output.sum((0, 2, 3), dtype=convention.parameter_dtype)
+    def by_torch(grad_output: Tensor) -> Tensor:
+        return grad_output.sum((0, 2, 3), dtype=convention.parameter_dtype)
 
-    def by_kernel() -> Callable[[Tensor], Tensor]:
-        program = bias_grad_program(grad_output)
-        if program is None:
-            return by_torch()
+    def prepare() -> Callable[[Tensor], Tensor]:
+        if (program := bias_grad_program(grad_output)) is None:
+            return by_torch
         return convert_outputs(program, convention).bound(grad_output.device, (grad_output,))
 
-    return with_fallback(grad_output.device, by_kernel, by_torch)
+    return with_fallback(grad_output.device, prepare, lambda: by_torch)

@@ -2,23 +2,20 @@
 
 The first call of a signature goes through these stages; here ``[8, 64, 32, 32]`` by ``[64, 32, 4, 4]``, float16, H200:
 
-    arguments        ([2, 2], [1, 1])                             after the tensors, as the dispatcher passes them
-    Options          (stride=(2, 2), padding=(1, 1), ...)         with all defaults, algorithm="auto" among them
-    Problem          (batch=8, in_channels=64, ...)               the geometry; all arguments are checked: ops/schemas
-    Config           (problem, torch.float16, cuda:0, ...)        all that decides how to compute it: ops/configs
-    Algorithm        Fused()                                      chosen once, by configs.choose_pass
-    Choice           sm90/implicit_gemm with a tile               its fastest kernel: algorithms/base
-    Program          launches weights/pack.cu, then the kernel    plain data: ops/programs
-    prepared call    call(input, weight, None) -> output          for these strides: kernels/bind
+    arguments        [2, 2], [1, 1]                         stride and padding, as the dispatcher passes them
+    Options          (2, 2), (1, 1), ..., "auto", ...       with all defaults
+    Problem          batch=8, in_channels=64, ...           the geometry, once all arguments were checked: schemas.py
+    Config           problem, float16, cuda:0, ...          all that decides how it is computed: configs.py
+    Algorithm        Fused(), kernel sm90/implicit_gemm     chosen once, by selection.py, and logged
+    Program          weights/pack.cu, then the kernel       its launches as plain data: programs.py
+    prepared call    call(input, weight, None)              launches them on tensors of these strides: kernels/bind.py
 
-For both gradients at once the choice is a pair, ``Gradients``. On a CPU, and where torch's operator is chosen, there is
-no program, and the algorithm prepares the call itself. Calls on volumes have an operator of their own: ops/volumes.
+For both gradients a pair of algorithms is chosen, ``selection.Gradients``. On a CPU, and for torch's operator, there is
+no program: the algorithm prepares the call itself. Volumes that are one product have an operator in volumes.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -30,10 +27,9 @@ from gemmconv.algorithms import Algorithm
 from gemmconv.algorithms.fallback import with_fallback
 from gemmconv.algorithms.fold import prepare_col2im, prepare_im2col
 from gemmconv.device import make_current
-from gemmconv.geometry import Problem
 from gemmconv.kernels.base import PASSES, Config, Pass
 from gemmconv.ops.call_cache import arguments_key, find_or_make, tensor_signature
-from gemmconv.ops.configs import Convention, choose_pass, default_convention, pass_configs
+from gemmconv.ops.configs import Convention, Prepared, choose_pass, default_convention
 from gemmconv.ops.gradients import prepare_gradient, prepare_gradients
 from gemmconv.ops.programs import add_cast_outputs, pass_program, with_signal_output
 from gemmconv.ops.schemas import (
@@ -43,7 +39,6 @@ from gemmconv.ops.schemas import (
     Tensors,
     Window,
     as_hashable,
-    checked_problem,
     col2im_problem,
     im2col_problem,
     operator_name,
@@ -61,7 +56,7 @@ def _compute(direction: Pass, where: str, *inputs: Any) -> Any:
 
 def prepare_call(
     direction: Pass, tensors: Tensors, sizes: Any, arguments: Arguments, convention: Convention | None = None
-) -> Callable[..., Any]:
+) -> Prepared:
     """The prepared call of an operator on tensors of these shapes and strides, from the cache if it is there.
 
     Args:
@@ -76,32 +71,24 @@ def prepare_call(
     given = arguments_key((sizes, arguments)) or (sizes, Options(*as_hashable(arguments)))
     current = selection.torch_precision(tensors[0].dtype, tensors[0].device)
     key = (direction, *map(tensor_signature, tensors), given, current, convention)
-    call: Callable[..., Any] = find_or_make(key, lambda: _prepare(direction, tensors, sizes, arguments, convention))
-    return call
+    return find_or_make(key, lambda: _prepare(direction, tensors, sizes, arguments, convention))
 
 
-def _prepare(
-    direction: Pass, tensors: Tensors, sizes: Any, arguments: Arguments, convention: Convention
-) -> Callable[..., Any]:
-    """Check the arguments and prepare the call, with ``"auto"`` by torch's operator where kernels are not available."""
+def _prepare(direction: Pass, tensors: Tensors, sizes: Any, arguments: Arguments, convention: Convention) -> Prepared:
+    """Prepare a call by the algorithm asked for; for ``"auto"``, by torch's where kernels do not compile or load."""
     options = Options(*as_hashable(arguments))
-    problem = checked_problem(operator_name(direction), tensors, sizes, options)
 
-    def prepare(algorithm: str) -> Callable[..., Any]:
-        return _prepare_by(options._replace(algorithm=algorithm), direction, problem, tensors, convention)
+    def prepare(algorithm: str) -> Prepared:
+        return _prepare_by(direction, tensors, sizes, options._replace(algorithm=algorithm), convention)
 
     if options.algorithm != "auto":
         return prepare(options.algorithm)
     return with_fallback(tensors[0].device, lambda: prepare("auto"), lambda: prepare("native"))
 
 
-def _prepare_by(
-    options: Options, direction: Pass, problem: Problem, tensors: Tensors, convention: Convention
-) -> Callable[..., Any]:
-    """Choose an algorithm for the pass, or a pair for both gradients, and prepare the call that they compute."""
-    config, weight_config = pass_configs(direction, problem, tensors, options)  # alike for all passes but ``grads``
-    config = replace(config, trained=True) if convention.trained else config
-    chosen = choose_pass(direction, config, weight_config, options.algorithm)
+def _prepare_by(direction: Pass, tensors: Tensors, sizes: Any, options: Options, convention: Convention) -> Prepared:
+    """Check the arguments, choose an algorithm, or one for each gradient, and prepare the call that they compute."""
+    chosen, config, weight_config = choose_pass(direction, tensors, sizes, options, convention.trained)
     if options.algorithm == "auto":
         selection.log_choice(chosen, config, weight_config, direction)
     if isinstance(chosen, selection.Gradients):
@@ -111,14 +98,12 @@ def _prepare_by(
     return prepare_gradient(direction, chosen, config, tensors, convention)
 
 
-def _prepare_forward(
-    algorithm: Algorithm, config: Config, tensors: Tensors, convention: Convention
-) -> Callable[..., Any]:
+def _prepare_forward(algorithm: Algorithm, config: Config, tensors: Tensors, convention: Convention) -> Prepared:
     """Prepare a forward pass: its program, or where there is none, the algorithm's own call on tensors.
 
     A call on signals never casts its parameters; see :func:`plain.prepare_signal`.
     """
-    if (program := pass_program(algorithm, config, "forward")) is not None:
+    if (program := pass_program("forward", algorithm, config)) is not None:
         program = with_signal_output(program) if convention.is_signal else program
         operands = with_parameter_dtype(tensors, convention.parameter_dtype)
         return add_cast_outputs(program, tensors, convention).bound(config.device, operands)
@@ -128,7 +113,7 @@ def _prepare_forward(
     return _cast_parameters(call, config.dtype, convention)
 
 
-def _cast_parameters(call: Callable[..., Tensor], dtype: torch.dtype, convention: Convention) -> Callable[..., Any]:
+def _cast_parameters(call: Prepared, dtype: torch.dtype, convention: Convention) -> Prepared:
     """A forward call that first casts weight and bias from the convention's dtype to ``dtype``."""
     if convention.parameter_dtype is None:
         return call
@@ -144,8 +129,7 @@ def _cast_parameters(call: Callable[..., Tensor], dtype: torch.dtype, convention
 def _conv_transpose2d_casting(input: Tensor, weight: Tensor, bias: Tensor | None = None, *arguments: Any) -> Tensor:
     """conv_transpose2d with a float32 weight and bias cast to the input's dtype, as compiled graphs call it."""
     cast = [one.to(input.dtype) if one is not None and one.dtype is torch.float32 else one for one in (weight, bias)]
-    output: Tensor = OPERATORS["conv_transpose2d"](input, *cast, *arguments)
-    return output
+    return OPERATORS["conv_transpose2d"](input, *cast, *arguments)
 
 
 def _im2col(input: Tensor, *arguments: Any) -> Tensor:

@@ -17,11 +17,11 @@ from gemmconv.kernels.base import Config, Pass, strides_of, why_no_kernels
 from gemmconv.kernels.forms import name_of_cast
 from gemmconv.kernels.program import Output, Program, one_after_the_other
 from gemmconv.kernels.splits import bias_grad
-from gemmconv.ops.configs import Convention, choose_pass, config_of
+from gemmconv.ops.configs import Chosen, Convention, config_of
 from gemmconv.ops.schemas import Options, Tensors, WithoutData
 
 
-def pass_program(algorithm: Algorithm, config: Config, direction: Pass) -> Program | None:
+def pass_program(direction: Pass, algorithm: Algorithm, config: Config) -> Program | None:
     """A forward pass or one gradient as a program; None where torch's operator or the CPU computes it."""
     if config.device.type != "cuda":
         return None
@@ -29,27 +29,23 @@ def pass_program(algorithm: Algorithm, config: Config, direction: Pass) -> Progr
     return None if choice is None else choice.program(config, direction)
 
 
-def programs_of(
-    chosen: Algorithm | selection.Gradients, config: Config, weight_config: Config, direction: Pass
-) -> list[Program]:
+def programs_of(direction: Pass, chosen: Chosen, config: Config, weight_config: Config) -> list[Program]:
     """The program of a pass, or of the one gradient that torch's operator does not compute; none if it computes all."""
-    programs: list[Program | None]
-    if not isinstance(chosen, selection.Gradients):
-        programs = [pass_program(chosen, config, direction)]
-    elif (both := both_programs(chosen, config, weight_config)) is not None:
-        programs = [both]
+    if isinstance(chosen, selection.Gradients):
+        both = both_programs(chosen, config, weight_config)
+        programs = gradient_programs(chosen, config, weight_config) if both is None else [both]
     else:
-        programs = gradient_programs(chosen, config, weight_config)
+        programs = [pass_program(direction, chosen, config)]
     return [program for program in programs if program is not None]
 
 
 def layer_programs(config: Config, backward: bool) -> list[Program]:
     """The programs of a layer's forward pass and, if wanted, of its gradients; torch's operator needs none."""
-    programs = programs_of(choose_pass("forward", config, config, "auto"), config, config, "forward")
+    programs = programs_of("forward", selection.choose(config, "auto", "conv_transpose2d"), config, config)
     if backward:
-        config_of_both, shape = replace(config, bias=False), config.problem.output_shape
-        gradients = choose_pass("grads", config_of_both, config_of_both, "auto")
-        programs += programs_of(gradients, config_of_both, config_of_both, "grads")
+        configs, shape = (replace(config, bias=False),) * 2, config.problem.output_shape
+        gradients = selection.choose_gradients(*configs, "auto", "conv_transpose2d_grads")
+        programs += programs_of("grads", gradients, *configs)
         grad = WithoutData.of(shape, strides_of(shape, config.memory_format), config.dtype, config.device)
         of_bias = bias_grad_program(grad, config.spec) if config.bias else None
         programs += [] if of_bias is None else [of_bias]
@@ -62,8 +58,8 @@ def gradient_programs(gradients: selection.Gradients, config: Config, weight_con
     if gradients.via_channels_last:
         config = weight_config = replace(config, memory_format=torch.channels_last)
     if gradients.at_once:
-        return [pass_program(of_input, replace(config, weight_format=weight_config.memory_format), "grads")]
-    return [pass_program(of_input, config, "input_grad"), pass_program(of_weight, weight_config, "weight_grad")]
+        return [pass_program("grads", of_input, replace(config, weight_format=weight_config.memory_format))]
+    return [pass_program("input_grad", of_input, config), pass_program("weight_grad", of_weight, weight_config)]
 
 
 def both_programs(gradients: selection.Gradients, config: Config, weight_config: Config) -> Program | None:

@@ -160,8 +160,7 @@ def _gradients(ctx: Any, grad: Tensor, input: Tensor | None, weight: Tensor | No
     if key is None:
         if state.dtype is not None and weight is not None and torch.is_grad_enabled():
             weight = _cast_weight_again(ctx, weight.dtype)
-        found: Gradients = state.backward(*as_plain((grad,)), input, weight, needs)
-        return found
+        return state.backward(*as_plain((grad,)), input, weight, needs)
     call = state.gradients.get(key)
     if call is None:
         if not are_dense(grad):
