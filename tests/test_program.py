@@ -101,9 +101,7 @@ def test_a_backward_pass_transposes_each_tensor_once(at_once, layout, builder, p
 @needs_compiler
 @pytest.mark.parametrize("with_bias", [False, True], ids=["two", "with_bias"])
 @pytest.mark.parametrize("ours", ["input_grad", "weight_grad"])
-def test_torchs_operator_computes_one_gradient_after_a_program_of_the_other(
-    ours, with_bias, builder, monkeypatch
-):
+def test_torchs_operator_computes_one_gradient_after_a_program_of_the_other(ours, with_bias, builder, monkeypatch):
     case, ran = Case(2, 4, 3, (5, 6), (3, 3)), []
     data, exact = sample(case, torch.float32, "cpu"), expected(case, torch.float32)
     chosen = {"input_grad": NATIVE, "weight_grad": NATIVE, ours: GemmCol2im()}

@@ -51,8 +51,7 @@ def _forward(input: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any
     call, key = plain.find_call(input, weight, bias, marshal.dumps(arguments, 2))
     if call is None:
         call = plain.store_call(key, plain.prepare(input, weight, bias, arguments))
-    output: Tensor = (call or _dispatch("forward", arguments))(input, weight, bias)
-    return output
+    return (call or _dispatch("forward", arguments))(input, weight, bias)
 
 
 def _casting(input: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> Tensor:
@@ -64,8 +63,7 @@ def _casting(input: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any
         if not recorded and all(one is None or one.dtype is torch.float32 for one in parameters):
             low = input, *(without_data(one, input.dtype) for one in parameters)
             call = plain.store_call(key, prepare_call("forward", low, None, arguments, _CASTS))
-    output: Tensor = call(*tensors) if call else OPERATORS[_CASTING](*tensors, *arguments)
-    return output
+    return call(*tensors) if call else OPERATORS[_CASTING](*tensors, *arguments)
 
 
 def _gradient(direction: Pass) -> Callable[..., Any]:

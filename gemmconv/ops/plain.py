@@ -1,5 +1,8 @@
 """Plain eager calls of conv_transpose2d, past the dispatcher: one look-up in the cache, then the prepared call.
 
+functional.py, module.py and compiled.py ask :func:`find_call` at every call. For a new signature they store what
+:func:`prepare` gives, a layer of signals what :func:`prepare_signal` gives.
+
 The signature of a call holds all that decides how it is computed: dtypes, shapes and strides of its tensors, its
 arguments, whether gradients are recorded, and the state of this thread: modes, transforms, autocast, profiler,
 precision. So the checks and the choice of a kernel are made only for the first call of each signature. Tuned choices
@@ -73,16 +76,16 @@ def _prepare_autocast(tensors: Tensors, arguments: Arguments) -> Call:
     if not casts_parameters(tensors, dtype):
         call = prepare_recording(tuple(map(cast, tensors)), arguments)
         return lambda input, weight, bias: call(cast(input), cast(weight), cast(bias))
-    # It is prepared for parameters in autocast's dtype, which have no data yet, and takes them as they are.
+    # The call is prepared for parameters in autocast's dtype, which need no data, and takes them as they are, uncast.
     low = cast(tensors[0]), *(without_data(one, dtype) for one in tensors[1:])
     casting = prepare_recording(low, arguments, tensors[1:])
     return lambda input, weight, bias: casting(cast(input), weight, bias)
 
 
 def prepare_signal(input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Arguments) -> Call | None:
-    """Prepare a call on a batch of signals as images of height 1; None where :func:`prepare` gives None, or casts.
+    """Prepare a call on a batch of signals as images of height 1; None if the dispatcher serves it, or under autocast.
 
-    Unlike :func:`prepare`, it is asked before torch's operator was ruled out, whose 1-D form it then takes.
+    It may be torch's own operator for signals. :func:`prepare` is asked only after torch's operator was ruled out.
 
     Args:
         input, weight, bias: ``[N, C_in, L]``, ``[C_in, C_out/groups, K]`` and ``[C_out]``, not checked.
@@ -108,7 +111,7 @@ def casts_parameters(tensors: Tensors, dtype: torch.dtype) -> bool:
     # Later calls of the region find casts in the cache: a call puts all of its casts there, or none.
     cacheable = {is_cacheable(one) for one in parameters}
     are_alike = len(cacheable) == 1
-    # A call passes gradients straight to leaves, past its casts. Those of computed tensors go through casts by torch.
+    # Gradients pass by a call's own casts, straight to cacheable leaves. To other tensors they go through torch's.
     need_torchs = False in cacheable and torch.is_grad_enabled() and any(one.requires_grad for one in parameters)
     # A version tells whether a weight changed after its cast; tensors that were made in inference mode have none.
     have_versions = not any(one.is_inference() for one in parameters)

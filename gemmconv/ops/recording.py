@@ -64,6 +64,7 @@ def _forward_with_casts(
         saves: whether the weight's cast is returned even where it is not cached, to be saved for gradients.
     """
     low = tensors[0].dtype
+    # One for a call that casts for itself alone, and one for a call whose casts are cached.
     alone, caching = (
         prepare_call("forward", tensors, None, arguments, Convention(parameter_dtype=dtype, returns_casts=returns))
         for returns in (saves, saves or caches)
