@@ -42,10 +42,13 @@ class Convention(NamedTuple):
     is_signal: bool = False
 
 
+DEFAULT_CONVENTION = Convention()  # made once, since known calls ask for it
+
+
 def default_convention(direction: Pass, tensors: Tensors) -> Convention:
     """The convention of an operator's schema: ``grads`` gives a channels_last weight a gradient in channels_last."""
     if direction != "grads" or memory_format(tensors[2], tensors[2]) is torch.contiguous_format:
-        return Convention()
+        return DEFAULT_CONVENTION
     return Convention(strides_of(tensors[2].shape, torch.channels_last))
 
 

@@ -17,7 +17,7 @@ from gemmconv.kernels.base import Config, Pass, with_strides
 from gemmconv.kernels.layout.transpose import prepare_via_channels_last, to_format
 from gemmconv.kernels.program import Program
 from gemmconv.ops.call_cache import find_or_make, tensor_signature
-from gemmconv.ops.configs import Convention, Prepared
+from gemmconv.ops.configs import DEFAULT_CONVENTION, Convention, Prepared
 from gemmconv.ops.programs import bias_grad_program, both_programs, concatenate, convert_outputs, pass_program
 from gemmconv.ops.schemas import Tensors
 
@@ -142,7 +142,7 @@ def bias_gradient(grad_output: Tensor) -> Tensor:
     """Sum a dense grad_output over images and pixels, to the same bits as in a call of several gradients."""
     with make_current(grad_output.device):
         key = "bias_grad", tensor_signature(grad_output)
-        return find_or_make(key, lambda: _prepare_bias_gradient(grad_output, Convention()))(grad_output)
+        return find_or_make(key, lambda: _prepare_bias_gradient(grad_output, DEFAULT_CONVENTION))(grad_output)
 
 
 def _prepare_bias_gradient(grad_output: Tensor, convention: Convention) -> Callable[[Tensor], Tensor]:

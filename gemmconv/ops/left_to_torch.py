@@ -69,5 +69,4 @@ def is_left_to_torch(input: Tensor, weight: Tensor, bias: Tensor | None, argumen
 
     kinds = device, input.dtype, weight.dtype, cast, current, None if bias is None else (bias.shape, bias.dtype)
     layout = input.shape, input.stride(), weight.shape, weight.stride()
-    answer: bool = find_or_make(("torch", layout, kinds, arguments, needs), decide)
-    return answer
+    return find_or_make(("torch", layout, kinds, arguments, needs), decide)
