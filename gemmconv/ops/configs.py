@@ -1,4 +1,4 @@
-"""Configurations of passes, made from the tensors and the options of calls, and the algorithms chosen for them."""
+"""From a call's arguments to configurations and the chosen algorithm; the calling conventions of prepared calls."""
 
 from __future__ import annotations
 
