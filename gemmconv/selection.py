@@ -352,20 +352,18 @@ def _fastest(config: Config, weight_config: Config, able: tuple[Algorithm, ...])
     return min(found, key=lambda item: item[0].waited)
 
 
-def log_choice(config: Config, weight_config: Config, direction: Pass, requested: str) -> None:
-    """Log at DEBUG what ``auto`` chooses for a new configuration, both gradients if the direction is ``"grads"``."""
-    if requested != "auto" or not tuned.log.isEnabledFor(logging.DEBUG):
+def log_choice(chosen: Algorithm | Gradients, config: Config, weight_config: Config, direction: Pass) -> None:
+    """Log at DEBUG what ``auto`` chose for a new configuration: one algorithm, or those of both gradients."""
+    if not tuned.log.isEnabledFor(logging.DEBUG):
         return
-    if direction == "grads":
-        gradients = choose_gradients(config, weight_config, requested, "log")
-        names = dict.fromkeys((gradients.input_grad.name, gradients.weight_grad.name))
+    if isinstance(chosen, Gradients):
+        names = dict.fromkeys((chosen.input_grad.name, chosen.weight_grad.name))
         last = replace(config, memory_format=torch.channels_last)
-        made = gradients.choices(*(last, last) if gradients.via_channels_last else (config, weight_config))
+        made = chosen.choices(*(last, last) if chosen.via_channels_last else (config, weight_config))
     else:
-        algorithm = choose(config, requested, "log", direction)
-        names, made = {algorithm.name: None}, [algorithm.choice(config, direction)]
+        names, made = {chosen.name: None}, [chosen.choice(config, direction)]
     layer, size = " ".join(tuned.key_of(config, direction)), "x".join(map(str, tuned.size_of(config)))
     kernels, seconds = " and ".join(map(str, made)), sum(one.seconds for one in made if one)
     expected = f"expected {MICROSECONDS * seconds:,.0f} us" if seconds < math.inf else "no estimate"
-    chosen = f"{' and '.join(names)}, kernel {kernels}, {expected}"
-    tuned.log.debug("auto chooses for %s %s: %s", layer, size, chosen)
+    text = f"{' and '.join(names)}, kernel {kernels}, {expected}"
+    tuned.log.debug("auto chooses for %s %s: %s", layer, size, text)

@@ -23,7 +23,7 @@ from gemmconv.kernels.base import Choice, Config, Direction, Pass, strides_of
 from gemmconv.kernels.conv import gemm_mma
 from gemmconv.module import ConvTranspose1d, ConvTranspose2d, ConvTranspose3d
 from gemmconv.ops.autocast import current_dtype
-from gemmconv.ops.configs import config_of
+from gemmconv.ops.configs import Convention, config_of
 from gemmconv.ops.gradients import prepare_gradients
 from gemmconv.ops.schemas import Options, checked_problem, is_channels_last, without_data
 from gemmconv.ops.volumes import Volume
@@ -253,7 +253,7 @@ def _pairs_of_algorithms(config: Config) -> Iterator[_Candidate]:
     operands = _operands(config, "grads")
 
     def prepare(pair: selection.Gradients) -> Run:
-        return partial(prepare_gradients(pair, config, config, tuple(operands)), *operands)
+        return partial(prepare_gradients(pair, config, config, tuple(operands), Convention()), *operands)
 
     for pair in dict.fromkeys(pairs):
         names = pair.input_grad.name, pair.weight_grad.name

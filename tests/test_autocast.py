@@ -1,7 +1,11 @@
-"""One cast of a leaf is kept under autocast, as long as torch keeps its own, where regions use it again."""
+"""One cast of a leaf is kept under autocast, as long as torch keeps its own, where regions use it again.
+
+And who casts weight and bias: a call's own kernel, or torch. tests/test_cast.py runs that kernel.
+"""
 
 import threading
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gemmconv
-from gemmconv.ops import autocast
+from gemmconv.ops import autocast, call_cache, plain
 from gemmconv.ops.autocast import cast_as_autocast, cast_cache
 
 
@@ -295,3 +299,87 @@ def test_threads_share_a_leaf(images, weight, device):
         thread.join()
     assert len(equal) == 600
     assert all(equal)
+
+
+# Who casts weight and bias.
+
+ON_GPU = SimpleNamespace(is_cuda=True, dtype=torch.float32)  # all that is asked about the input
+
+
+def parameters(dtype=torch.float32, requires=(True, True)):
+    """A weight and a bias, each of which may require gradients."""
+    tensors = torch.ones(4, 2, 3, 5, dtype=dtype), torch.ones(2, dtype=dtype)
+    return [one.requires_grad_(wanted) for one, wanted in zip(tensors, requires, strict=True)]
+
+
+def with_weight(change):
+    weight, bias = parameters()
+    return [change(weight.detach()).requires_grad_(), bias]
+
+
+def made_in_inference_mode():
+    with torch.inference_mode():
+        return parameters(requires=(False, False))
+
+
+@pytest.mark.parametrize(
+    ("given", "casts"),
+    {
+        "leaves": (parameters(), True),
+        "a leaf without a bias": ([parameters()[0], None], True),
+        "frozen": (parameters(requires=(False, False)), True),
+        "one of two frozen": (parameters(requires=(False, True)), False),
+        "computed": ([one * 1 for one in parameters()], False),
+        "a view": (with_weight(lambda one: one.view(one.shape)), False),
+        "made in inference mode": (made_in_inference_mode(), False),
+        "16 bits": (parameters(torch.float16, requires=(False, False)), False),
+        "channels_last": (with_weight(lambda one: one.clone(memory_format=torch.channels_last)), True),
+        "rows of another order": (with_weight(lambda one: torch.empty_permuted(one.shape, (1, 0, 2, 3))), False),
+        "with gaps": (with_weight(lambda one: torch.empty_strided(one.shape, (60, 30, 10, 2))), False),
+    }.values(),
+    ids=lambda one: None,
+)
+def test_a_call_casts_float32_leaves_and_what_needs_no_gradient(given, casts):
+    assert plain.casts_parameters((ON_GPU, *given), torch.float16) == casts
+
+
+@pytest.mark.parametrize("cache", [True, False])
+@pytest.mark.parametrize("recorded", [True, False])
+def test_a_call_casts_what_is_not_cached_only_where_no_gradient_is_recorded(recorded, cache, device):
+    leaves, computed = parameters(), [one * 1 for one in parameters()]
+    with torch.set_grad_enabled(recorded), torch.autocast(device, torch.bfloat16, cache_enabled=cache):
+        assert plain.casts_parameters((ON_GPU, *leaves), torch.bfloat16) == (cache or not recorded)
+        assert plain.casts_parameters((ON_GPU, *computed), torch.bfloat16) == (not recorded)
+        assert plain.casts_parameters((ON_GPU, leaves[0], computed[1]), torch.bfloat16) == (not recorded and not cache)
+
+
+@pytest.mark.parametrize(
+    ("changed", "dtype"),
+    [({"is_cuda": False}, torch.float16), ({"dtype": torch.float64}, torch.float16), ({}, torch.float32)],
+    ids=["cpu", "float64", "autocast to float32"],
+)
+def test_torch_casts_for_a_call_that_is_not_one_in_16_bits_on_a_gpu(changed, dtype):
+    input = SimpleNamespace(**{**vars(ON_GPU), **changed})
+    assert not plain.casts_parameters((input, *parameters()), dtype)
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 5, 6), (4, 5, 6)], ids=str)
+@pytest.mark.parametrize("requires", [(True, True), (False, False)], ids=str)
+@pytest.mark.parametrize("casts", [True, False], ids=["the call", "torch"])
+def test_whoever_casts_the_results_are_those_of_tensors_that_were_cast(casts, requires, shape, device, monkeypatch):
+    """The call casts by a kernel on a GPU; on a CPU it is made to cast, which it does by torch."""
+    monkeypatch.setattr(plain, "casts_parameters", lambda *_: casts)
+    monkeypatch.setattr(call_cache, "entries", {})
+    images = torch.randn(shape, device=device, requires_grad=True)
+    leaves = [one.detach().to(device).requires_grad_(one.requires_grad) for one in parameters(requires=requires)]
+    wanted = [images, *(one for one in leaves if one.requires_grad)]
+    expected = ours(images.bfloat16(), *(one.bfloat16() for one in leaves))
+    grad = torch.randn_like(expected)
+    gradients = torch.autograd.grad(expected, wanted, grad)
+    for _ in range(2):
+        with torch.autocast(device, torch.bfloat16):
+            output = ours(images, *leaves)
+        assert torch.equal(output, expected)
+        for found, exact in zip(torch.autograd.grad(output, wanted, grad), gradients, strict=True):
+            assert found.stride() == exact.stride()
+            torch.testing.assert_close(found, exact, rtol=1e-2, atol=1e-2)  # the sum of a bias's may be in float32

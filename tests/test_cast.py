@@ -21,8 +21,8 @@ from gemmconv.kernels.base import with_strides
 from gemmconv.kernels.layout import cast
 from gemmconv.kernels.program import Operand, Output, Program
 from gemmconv.ops import autocast, gradients
-from gemmconv.ops.configs import CallForm
-from gemmconv.ops.programs import add_cast_outputs, apply_form
+from gemmconv.ops.configs import Convention
+from gemmconv.ops.programs import add_cast_outputs, convert_outputs
 
 needs_compiler = pytest.mark.skipif(emulator.compiler() is None, reason="no C++ compiler (g++ or c++) to emulate with")
 LOW = torch.float16, torch.bfloat16
@@ -97,7 +97,7 @@ def test_a_forward_pass_casts_in_front(case, layout, with_bias, builder, poison)
     with emulator.install(builder):
         exact = program.prepare(CPU)(*low)
         for keeps in (False, True):
-            given = add_cast_outputs(program, low, CallForm(dtype=torch.float32, returns_casts=keeps))
+            given = add_cast_outputs(program, low, Convention(parameter_dtype=torch.float32, returns_casts=keeps))
             call = given.prepare(CPU)
             poison("cpu")
             found, *casts = call(input, weight, bias) if keeps else (call(input, weight, bias),)
@@ -117,7 +117,7 @@ def test_gradients_are_widened_behind(case, written, builder, poison):
     strides = None if written == "contiguous" else data.weight.contiguous(memory_format=torch.channels_last).stride()
     with emulator.install(builder):
         exact = program.prepare(CPU)(data.grad_output, data.input)
-        call = apply_form(program, CallForm(strides, dtype=torch.float32)).prepare(CPU)
+        call = convert_outputs(program, Convention(strides, parameter_dtype=torch.float32)).prepare(CPU)
         poison("cpu")
         found = call(data.grad_output, data.input)
     assert found.dtype == torch.float32

@@ -16,7 +16,7 @@ from gemmconv.device import MEASURED
 from gemmconv.kernels.base import PASSES
 from gemmconv.ops import ahead, compiled, configs
 from gemmconv.ops.call_cache import tensor_signature
-from gemmconv.ops.configs import CallForm
+from gemmconv.ops.configs import Convention
 from gemmconv.ops.schemas import OPERATORS, WithoutData, operator_name, split_arguments
 from tests.emulator import compiler
 from tests.samples import channels_last
@@ -257,8 +257,8 @@ def test_what_a_call_that_casts_launches_is_compiled_ahead(device, monkeypatch):
     layer = gemmconv.ConvTranspose2d(3, 4, 4, algorithm="gemm_col2im").to(device)
     with torch.no_grad(), torch.autocast(device, torch.bfloat16):
         torch.compile(layer)(torch.randn(2, 3, 5, 6, device=device))
-    ((direction, tensors, sizes, _, form),) = ahead
-    assert (direction, sizes, form) == ("forward", None, CallForm(dtype=torch.float32))
+    ((direction, tensors, sizes, _, convention),) = ahead
+    assert (direction, sizes, convention) == ("forward", None, Convention(parameter_dtype=torch.float32))
     assert [one.dtype for one in tensors] == [torch.bfloat16] * 3
 
 
@@ -270,7 +270,7 @@ def test_launches_of_a_call_that_casts_have_the_cast(monkeypatch):
         for name in ("input", "weight", "bias")
     ]
     call = low, None, ([2, 2], [1, 1], [0, 0], 1, [1, 1], "gemm_col2im", None, None)
-    with_casts = ahead.launches_of("forward", *call, CallForm(dtype=torch.float32))
+    with_casts = ahead.launches_of("forward", *call, Convention(parameter_dtype=torch.float32))
     assert [step.source for step in with_casts if step.source == "layout/cast.cu"]
     assert not [step for step in ahead.launches_of("forward", *call) if step.source == "layout/cast.cu"]
 

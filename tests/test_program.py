@@ -2,6 +2,7 @@
 
 import ctypes
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -23,8 +24,10 @@ from gemmconv.kernels.program import (
     Zero,
     one_after_the_other,
 )
+from gemmconv.ops.configs import Convention
+from gemmconv.ops.gradients import prepare_gradients
 from gemmconv.ops.programs import both_programs, concatenate
-from gemmconv.selection import Gradients
+from gemmconv.selection import NATIVE, Gradients
 from tests import emulator, reference
 from tests.cases import Case
 from tests.samples import expected, problem_of, sample
@@ -93,6 +96,34 @@ def test_a_backward_pass_transposes_each_tensor_once(at_once, layout, builder, p
     assert grad_input.is_contiguous(memory_format=given)
     reference.assert_close(grad_input, exact.input_grad, torch.float32, "ieee")
     reference.assert_close(grad_weight, exact.weight_grad, torch.float32, "ieee")
+
+
+@needs_compiler
+@pytest.mark.parametrize("with_bias", [False, True], ids=["two", "with_bias"])
+@pytest.mark.parametrize("ours", ["input_grad", "weight_grad"])
+def test_torchs_operator_computes_one_gradient_after_a_program_of_the_other(ours, with_bias, builder, monkeypatch):
+    case, ran = Case(2, 4, 3, (5, 6), (3, 3)), []
+    data, exact = sample(case, torch.float32, "cpu"), expected(case, torch.float32)
+    chosen = {"input_grad": NATIVE, "weight_grad": NATIVE, ours: GemmCol2im()}
+    torchs = {name: getattr(NATIVE, name) for name in chosen}
+
+    def recorded(name, config):
+        call = torchs[name](config)
+        return lambda *tensors: ran.append(name) or call(*tensors)
+
+    for name in chosen:
+        monkeypatch.setattr(NATIVE, name, partial(recorded, name))
+    bound = Program.bound
+    monkeypatch.setattr(Program, "bound", lambda *of: lambda *tensors: ran.append("program") or bound(*of)(*tensors))
+    config = Config(problem_of(case), torch.float32, GPU)
+    tensors = data.grad_output, data.input, data.weight
+    with emulator.install(builder):
+        gradients, convention = Gradients(**chosen, share=False), Convention(with_bias_grad=with_bias)
+        found = prepare_gradients(gradients, config, config, tensors, convention)(*tensors)
+    assert ran == ["program", "input_grad" if ours == "weight_grad" else "weight_grad"]
+    wanted = exact.input_grad, exact.weight_grad, *[exact.bias_grad] * with_bias
+    for one, right in zip(found, wanted, strict=True):
+        reference.assert_close(one, right, torch.float32, "ieee")
 
 
 def test_regions_that_are_never_needed_together_share_memory():

@@ -5,8 +5,8 @@ import torch
 
 from gemmconv.geometry import Problem
 from gemmconv.kernels.base import strides_of
-from gemmconv.ops.configs import CallForm
-from gemmconv.ops.programs import apply_form
+from gemmconv.ops.configs import Convention
+from gemmconv.ops.programs import convert_outputs
 from tests import emulator
 
 pytest.importorskip("cuda.core", reason="loading kernels needs the cuda-core package")
@@ -48,8 +48,8 @@ def check(layer, dtype, layout, widens, poison):
     partials = torch.randn(slices, groups, problem.taps, problem.gemm_k, columns, generator=generator).to(partial)
     exact = partials.double().sum(0).permute(0, 2, 3, 1).reshape(problem.weight_shape)
     strides = strides_of(problem.weight_shape, layout)
-    form = CallForm(strides if layout is LAST else None, dtype=torch.float32 if widens else None)
-    program = apply_form(program_of(problem, dtype, slices), form)
+    convention = Convention(strides if layout is LAST else None, parameter_dtype=torch.float32 if widens else None)
+    program = convert_outputs(program_of(problem, dtype, slices), convention)
     assert len(launches(program, (partials,), CPU)) == 1, "one launch does it all"
     poison("cpu")
     found = program.prepare(CPU)(partials)

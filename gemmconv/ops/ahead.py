@@ -13,15 +13,14 @@ from gemmconv.kernels.base import Pass, why_no_kernels
 from gemmconv.kernels.forms import launches
 from gemmconv.kernels.program import Launch
 from gemmconv.ops.call_cache import find_or_make, tensor_signature
-from gemmconv.ops.configs import CallForm, default_form, pass_configs
-from gemmconv.ops.programs import apply_form, bias_grad_program, programs_of
+from gemmconv.ops.configs import Convention, choose_pass, default_convention
+from gemmconv.ops.programs import bias_grad_program, convert_outputs, programs_of
 from gemmconv.ops.schemas import (
     ARGUMENT_NAMES,
     Arguments,
     Options,
     Tensors,
     as_hashable,
-    checked_problem,
     operator_name,
     with_parameter_dtype,
     without_data,
@@ -29,20 +28,19 @@ from gemmconv.ops.schemas import (
 
 
 def launches_of(
-    direction: Pass, tensors: Tensors, sizes: Any, arguments: Arguments, form: CallForm | None = None
+    direction: Pass, tensors: Tensors, sizes: Any, arguments: Arguments, convention: Convention | None = None
 ) -> list[Launch]:
     """The launches of the call that ``implementation.prepare_call`` prepares; tensors may be without data."""
     options, where = Options(*as_hashable(arguments)), operator_name(direction)
-    form = form or default_form(direction, tensors)
-    problem = checked_problem(where, tensors, sizes, options)
-    config, weight_config = pass_configs(direction, problem, tensors, options)
-    programs = programs_of(direction, config, weight_config, options.algorithm, where)
-    if form.with_bias and (of_bias := bias_grad_program(tensors[0])) is not None:
+    convention = convention or default_convention(direction, tensors)
+    chosen, config, weight_config = choose_pass(direction, tensors, sizes, options)
+    programs = programs_of(direction, chosen, config, weight_config)
+    if convention.with_bias_grad and (of_bias := bias_grad_program(tensors[0])) is not None:
         programs.append(of_bias)
     if direction == "forward":
-        tensors = with_parameter_dtype(tensors, form.dtype)
+        tensors = with_parameter_dtype(tensors, convention.parameter_dtype)
     else:
-        programs = [apply_form(program, form) for program in programs]
+        programs = [convert_outputs(program, convention) for program in programs]
     by_name = dict(zip(ARGUMENT_NAMES[where], tensors, strict=False))
     calls = [(program, tuple(by_name[name] for name in program.arguments)) for program in programs]
     return [launch for program, operands in calls for launch in launches(program, operands, config.device)]

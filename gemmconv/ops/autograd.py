@@ -22,7 +22,7 @@ from gemmconv.kernels.program import Launch
 from gemmconv.ops.ahead import compile_in_background, launches_of
 from gemmconv.ops.autocast import EVERY_KEY
 from gemmconv.ops.call_cache import tensor_signature
-from gemmconv.ops.configs import CallForm
+from gemmconv.ops.configs import Convention
 from gemmconv.ops.gradients import bias_gradient
 from gemmconv.ops.implementation import prepare_call
 from gemmconv.ops.schemas import (
@@ -128,20 +128,20 @@ class Backward(NamedTuple):
 
     def operator_call(
         self, grad: Tensor, input: Any, weight: Any, needs: Needs, dtype: torch.dtype | None
-    ) -> tuple[Pass, Tensors, Any, Arguments, CallForm]:
+    ) -> tuple[Pass, Tensors, Any, Arguments, Convention]:
         """The arguments of :func:`prepare_call` for the operator that computes the needed gradients.
 
         Some gradient of input or weight must be needed. Tensors may be without data.
         """
         of_input, of_weight, of_bias = needs
-        form = CallForm(self._weight_format() if of_weight else None, of_bias, dtype)
+        convention = Convention(self._weight_grad_strides() if of_weight else None, of_bias, dtype)
         if of_input and of_weight:
-            return "grads", (grad, input, weight), None, self.options, form
+            return "grads", (grad, input, weight), None, self.options, convention
         if of_input:
-            return "input_grad", (grad, weight), tuple(self.input_size), self.options, form
-        return "weight_grad", (grad, input), tuple(self.weight_shape[2:]), self.options, form
+            return "input_grad", (grad, weight), tuple(self.input_size), self.options, convention
+        return "weight_grad", (grad, input), tuple(self.weight_shape[2:]), self.options, convention
 
-    def _weight_format(self) -> tuple[int, ...] | None:
+    def _weight_grad_strides(self) -> tuple[int, ...] | None:
         """The strides of the weight's gradient, None where they are those of a contiguous tensor."""
         strides = self.weight_strides
         return None if strides == strides_of(self.weight_shape, torch.contiguous_format) else strides

@@ -26,7 +26,7 @@ from gemmconv.kernels.base import PASSES, Pass
 from gemmconv.ops import plain
 from gemmconv.ops.ahead import compile_in_background, launches_of
 from gemmconv.ops.call_cache import entries, find_or_make, tensor_signature
-from gemmconv.ops.configs import CallForm
+from gemmconv.ops.configs import Convention
 from gemmconv.ops.implementation import prepare_call
 from gemmconv.ops.schemas import (
     FAKES,
@@ -41,7 +41,7 @@ from gemmconv.ops.schemas import (
 )
 from gemmconv.ops.signatures import gradient_signature
 
-_CASTING, _CASTS = "conv_transpose2d_casting", CallForm(dtype=torch.float32)
+_CASTING, _CASTS = "conv_transpose2d_casting", Convention(parameter_dtype=torch.float32)
 
 # Number of an operator's first arguments that are images.
 _IMAGES: dict[Pass, int] = {"forward": 1, "input_grad": 1, "weight_grad": 2, "grads": 2}
@@ -51,8 +51,7 @@ def _forward(input: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any
     call, key = plain.find_call(input, weight, bias, marshal.dumps(arguments, 2))
     if call is None:
         call = plain.store_call(key, plain.prepare(input, weight, bias, arguments))
-    output: Tensor = (call or _dispatch("forward", arguments))(input, weight, bias)
-    return output
+    return (call or _dispatch("forward", arguments))(input, weight, bias)
 
 
 def _casting(input: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> Tensor:
@@ -64,8 +63,7 @@ def _casting(input: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any
         if not recorded and all(one is None or one.dtype is torch.float32 for one in parameters):
             low = input, *(without_data(one, input.dtype) for one in parameters)
             call = plain.store_call(key, prepare_call("forward", low, None, arguments, _CASTS))
-    output: Tensor = call(*tensors) if call else OPERATORS[_CASTING](*tensors, *arguments)
-    return output
+    return call(*tensors) if call else OPERATORS[_CASTING](*tensors, *arguments)
 
 
 def _gradient(direction: Pass) -> Callable[..., Any]:
@@ -113,7 +111,7 @@ def _lower() -> None:
                 if not V.graph.cpp_wrapper:  # cached code may run with a gemmconv without ``served``
                     self.python_kernel_name = f"getattr({name}, 'served', {name})"
 
-        def lower(direction: Pass, *inputs: Any, operator: Any = None, form: CallForm | None = None) -> Any:
+        def lower(direction: Pass, *inputs: Any, operator: Any = None, convention: Convention | None = None) -> Any:
             node, images = V.graph.current_node, _IMAGES[direction]
             operator = operator or OPERATORS[operator_name(direction)]
             in_last = images if V.graph.layout_opt and _have_fixed_sizes(node.args[:images]) else 0
@@ -123,13 +121,13 @@ def _lower() -> None:
             inputs = *last, *others[in_last:], *defaults
             made = Served.create(operator, *inputs)
             if not V.graph.cpp_wrapper:  # code in C++ may be for another process
-                _compile_ahead(direction, inputs, form)
+                _compile_ahead(direction, inputs, convention)
             return torch.utils._pytree.tree_map_only(ir.IRNode, ir.TensorBox.create, made)
 
         def lower_forward(*inputs: Any) -> Any:
             node = V.graph.current_node
             if uncast := _find_all_uncast(node.args[1:3], V.graph):
-                casting = {"operator": OPERATORS[_CASTING], "form": _CASTS}
+                casting = {"operator": OPERATORS[_CASTING], "convention": _CASTS}
                 return lower("forward", inputs[0], *uncast, *inputs[3:], **casting)
             if len(inputs) < 3 or not is_better_added_after(inputs[2], node.users):
                 return lower("forward", *inputs)
@@ -166,13 +164,14 @@ def _find_uncast(node: Any, graph: Any) -> Any:
     return graph.graph_inputs[source.target] if source.meta["val"].dtype is torch.float32 and to.itemsize == 2 else None
 
 
-def _compile_ahead(direction: Pass, inputs: Arguments, form: CallForm | None) -> None:
+def _compile_ahead(direction: Pass, inputs: Arguments, convention: Convention | None) -> None:
     """Compile in the background what a call will launch, if all sizes of ``inputs``, inductor's nodes, are known."""
     with suppress(Exception):  # a size is no integer yet; if anything is wrong, the call raises it
         nodes, sizes, options = split_arguments(operator_name(direction), inputs)
         tensors: Tensors = tuple(None if one is None else _without_data(one, nodes[0]) for one in nodes)
-        key, device = (direction, *map(tensor_signature, tensors), repr((sizes, options)), form), tensors[0].device
-        compile_in_background(key, device, lambda: lambda: launches_of(direction, tensors, sizes, options, form))
+        key = direction, *map(tensor_signature, tensors), repr((sizes, options)), convention
+        list_launches = partial(launches_of, direction, tensors, sizes, options, convention)
+        compile_in_background(key, tensors[0].device, lambda: list_launches)
 
 
 def _without_data(node: Any, first: Any) -> WithoutData:

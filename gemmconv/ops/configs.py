@@ -1,47 +1,55 @@
-"""Configurations of passes, made from the tensors and the options of calls."""
+"""From a call's arguments to configurations and the chosen algorithm; the calling conventions of prepared calls."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from gemmconv import selection
+from gemmconv.algorithms import Algorithm
 from gemmconv.geometry import Problem
 from gemmconv.kernels.base import Config, Pass, strides_of
 from gemmconv.kernels.program import Strides
-from gemmconv.ops.schemas import Options, Tensors, memory_format
+from gemmconv.ops.schemas import Options, Tensors, checked_problem, memory_format, operator_name
+
+Chosen = Algorithm | selection.Gradients  # the algorithm of a pass, or those of both gradients
+Prepared = Callable[..., Any]  # a prepared call: what it takes and returns is said by a Convention
 
 
-class CallForm(NamedTuple):
-    """What a call takes and returns, where that differs from what the operator itself takes and returns.
+class Convention(NamedTuple):
+    """The calling convention of a prepared call: where it takes or returns other than its operator's schema says.
+
+    Calls past the dispatcher, and their backward passes, may: they save casts, copies and launches that way.
 
     Attributes:
-        weight_format: strides of the weight's gradient; None for those of a contiguous tensor.
-        with_bias: whether the bias's gradient is returned too, after the others.
-        dtype: dtype of weight and bias as arguments, and of their gradients; None for the dtype of the input.
+        weight_grad_strides: strides of the weight's gradient; None for those of a contiguous tensor.
+        with_bias_grad: whether the bias's gradient is returned too, after the others.
+        parameter_dtype: dtype of weight and bias as arguments, and of their gradients; None for the input's dtype.
         returns_casts: whether a forward call returns its casts of weight and bias after the output.
-        trained: see :class:`Config`.
+        trained: not about what is taken or returned; see :class:`Config`.
         is_signal: whether a forward call takes tensors of one axis, whose memory is that of images of height 1.
     """
 
-    weight_format: Strides | None = None
-    with_bias: bool = False
-    dtype: torch.dtype | None = None
+    weight_grad_strides: Strides | None = None
+    with_bias_grad: bool = False
+    parameter_dtype: torch.dtype | None = None
     returns_casts: bool = False
     trained: bool = False
     is_signal: bool = False
 
 
-DEFAULT_FORM = CallForm()
+DEFAULT_CONVENTION = Convention()  # made once, since known calls ask for it
 
 
-def default_form(direction: Pass, tensors: Tensors) -> CallForm:
-    """The form of an operator's results: ``grads`` gives a channels_last weight a gradient in channels_last."""
+def default_convention(direction: Pass, tensors: Tensors) -> Convention:
+    """The convention of an operator's schema: ``grads`` gives a channels_last weight a gradient in channels_last."""
     if direction != "grads" or memory_format(tensors[2], tensors[2]) is torch.contiguous_format:
-        return DEFAULT_FORM
-    return CallForm(strides_of(tensors[2].shape, torch.channels_last))
+        return DEFAULT_CONVENTION
+    return Convention(strides_of(tensors[2].shape, torch.channels_last))
 
 
 def config_of(problem: Problem, first: Tensor, second: Tensor, options: Options, bias: bool = False) -> Config:
@@ -50,10 +58,18 @@ def config_of(problem: Problem, first: Tensor, second: Tensor, options: Options,
     return selection.current_config(problem, first.dtype, first.device, *settings)
 
 
-def pass_configs(direction: Pass, problem: Problem, tensors: Tensors, options: Options) -> tuple[Config, Config]:
-    """The configurations of the input's and the weight's gradient; any other pass has its own twice."""
-    first, second = tensors[:2]
+def choose_pass(
+    direction: Pass, tensors: Tensors, sizes: Any, options: Options, trained: bool = False
+) -> tuple[Chosen, Config, Config]:
+    """Check the arguments of a pass, and choose its algorithm, or those of both gradients.
+
+    Returns it with the configurations of the input's and the weight's gradient; any other pass has its own twice.
+    """
+    where, (first, second, *others) = operator_name(direction), tensors
+    problem = checked_problem(where, tensors, sizes, options)
     if direction == "grads":
-        return config_of(problem, first, tensors[2], options), config_of(problem, first, second, options)
-    bias = len(tensors) > 2 and tensors[2] is not None
-    return (config_of(problem, first, second, options, bias),) * 2
+        configs = config_of(problem, first, others[0], options), config_of(problem, first, second, options)
+        return selection.choose_gradients(*configs, options.algorithm, where), *configs
+    config = config_of(problem, first, second, options, bias=bool(others) and others[0] is not None)
+    config = replace(config, trained=trained)
+    return selection.choose(config, options.algorithm, where, direction), config, config

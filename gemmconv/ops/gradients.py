@@ -10,35 +10,41 @@ import torch
 from torch import Tensor
 
 from gemmconv import selection
+from gemmconv.algorithms import Algorithm
 from gemmconv.algorithms.fallback import with_fallback
 from gemmconv.device import make_current
 from gemmconv.kernels.base import Config, Pass, with_strides
 from gemmconv.kernels.layout.transpose import prepare_via_channels_last, to_format
 from gemmconv.kernels.program import Program
 from gemmconv.ops.call_cache import find_or_make, tensor_signature
-from gemmconv.ops.configs import DEFAULT_FORM, CallForm
-from gemmconv.ops.programs import apply_form, bias_grad_program, both_programs, concatenate, gradient_programs
+from gemmconv.ops.configs import DEFAULT_CONVENTION, Convention, Prepared
+from gemmconv.ops.programs import bias_grad_program, both_programs, concatenate, convert_outputs, pass_program
 from gemmconv.ops.schemas import Tensors
 
 
+def prepare_gradient(
+    direction: Pass, algorithm: Algorithm, config: Config, tensors: Tensors, convention: Convention
+) -> Prepared:
+    """Prepare one gradient: the input's from (grad_output, weight), or the weight's from (grad_output, input)."""
+    if (program := pass_program(direction, algorithm, config)) is not None:
+        return _bind_gradients(program, tensors, convention)
+    return _convert_results(direction, getattr(algorithm, direction)(config), tensors[0], convention)
+
+
 def prepare_gradients(
-    gradients: selection.Gradients,
-    config: Config,
-    weight_config: Config,
-    tensors: Tensors,
-    form: CallForm = DEFAULT_FORM,
-) -> Callable[..., Any]:
-    """Prepare both gradients as they were chosen, from (grad_output, input, weight)."""
+    gradients: selection.Gradients, config: Config, weight_config: Config, tensors: Tensors, convention: Convention
+) -> Prepared:
+    """Prepare both gradients, from (grad_output, input, weight), by programs, by one and torch, or by no program."""
     if (program := both_programs(gradients, config, weight_config)) is not None:
-        return bind_gradients(program, tensors, form)
-    if (mixed := _prepare_mixed(gradients, config, weight_config, tensors, form)) is not None:
+        return _bind_gradients(program, tensors, convention)
+    if (mixed := _prepare_mixed(gradients, config, weight_config, tensors, convention)) is not None:
         return mixed
     if gradients.via_channels_last:
         last = replace(config, memory_format=torch.channels_last)
         call = prepare_via_channels_last(config, both_gradients(gradients, last, last), gradients.transposes_weight)
     else:
         call = both_gradients(gradients, config, weight_config)
-    return convert_results("grads", call, tensors[0], form)
+    return _convert_results("grads", call, tensors[0], convention)
 
 
 def both_gradients(
@@ -61,48 +67,45 @@ def both_gradients(
 
 
 def _prepare_mixed(
-    gradients: selection.Gradients, config: Config, weight_config: Config, tensors: Tensors, form: CallForm
-) -> Callable[..., Any] | None:
-    """Prepare both gradients where torch's operator computes one of them and a program the other, else None."""
-    if config.device.type != "cuda" or gradients.via_channels_last or gradients.at_once or gradients.share:
+    gradients: selection.Gradients, config: Config, weight_config: Config, tensors: Tensors, convention: Convention
+) -> Prepared | None:
+    """Prepare both gradients where torch's operator computes one of them, after a program of the other; else None."""
+    if gradients.via_channels_last or gradients.at_once or gradients.share:
         return None
-    of_input, of_weight = gradient_programs(gradients, config, weight_config)
-    if (of_input is None) == (of_weight is None):
+    ours_is_of_input = pass_program("input_grad", gradients.input_grad, config) is not None
+    ours_is_of_weight = pass_program("weight_grad", gradients.weight_grad, weight_config) is not None
+    if ours_is_of_input == ours_is_of_weight:
         return None
+    of_torch = convention._replace(with_bias_grad=False)  # the program's call gives that gradient
+    of_input, of_weight = (convention, of_torch) if ours_is_of_input else (of_torch, convention)
     grad_output, input, weight = tensors
-    ours_is_of_input = of_input is not None
-    if ours_is_of_input:
-        ours = bind_gradients(of_input, (grad_output, weight), form)
-        torchs = gradients.weight_grad.weight_grad(weight_config)
-        torchs = convert_results("weight_grad", torchs, grad_output, form._replace(with_bias=False))
-    else:
-        ours = bind_gradients(of_weight, (grad_output, input), form)
-        torchs = gradients.input_grad.input_grad(config)
+    input_grad = prepare_gradient("input_grad", gradients.input_grad, config, (grad_output, weight), of_input)
+    weight_grad = prepare_gradient("weight_grad", gradients.weight_grad, weight_config, (grad_output, input), of_weight)
 
     def call(grad_output: Tensor, input: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
-        found = ours(grad_output, weight if ours_is_of_input else input)
-        by_us, *bias = found if form.with_bias else (found,)
-        by_torch = torchs(grad_output, input if ours_is_of_input else weight)
+        if ours_is_of_input:
+            ours, by_torch = input_grad(grad_output, weight), weight_grad(grad_output, input)
+        else:
+            ours, by_torch = weight_grad(grad_output, input), input_grad(grad_output, weight)
+        by_us, *bias = ours if convention.with_bias_grad else (ours,)
         return (by_us, by_torch, *bias) if ours_is_of_input else (by_torch, by_us, *bias)
 
     return call
 
 
-def bind_gradients(program: Program, tensors: Tensors, form: CallForm) -> Callable[..., Any]:
-    """Bind a program of gradients to tensors of these strides; its call returns the gradients in this form."""
+def _bind_gradients(program: Program, tensors: Tensors, convention: Convention) -> Prepared:
+    """Bind a program of gradients to tensors of these strides; its call returns gradients by the convention."""
     grad_output = tensors[0]
-    of_bias = bias_grad_program(grad_output) if form.with_bias else None
+    of_bias = bias_grad_program(grad_output) if convention.with_bias_grad else None
     if of_bias is not None:
         program = concatenate(of_bias, program, program.arguments)
-    call = apply_form(program, form).bound(grad_output.device, tensors)
-    return call if of_bias is not None else _add_bias_gradient(call, grad_output, form)
+    call = convert_outputs(program, convention).bound(grad_output.device, tensors)
+    return call if of_bias is not None else _add_bias_gradient(call, grad_output, convention)
 
 
-def convert_results(
-    direction: Pass, call: Callable[..., Any], grad_output: Tensor, form: CallForm
-) -> Callable[..., Any]:
-    """A call that returns the gradients of torch's operator in this form; the weight's is the last of ``call``."""
-    strides, dtype = form.weight_format, form.dtype
+def _convert_results(direction: Pass, call: Prepared, grad_output: Tensor, convention: Convention) -> Prepared:
+    """A call that has no program, with its gradients converted by the convention; the weight's is its last."""
+    strides, dtype = convention.weight_grad_strides, convention.parameter_dtype
     if direction != "input_grad" and strides is not None:
         if (returning := getattr(call, "returning", None)) is not None:  # one call of torch's writes these strides
             call = returning(strides)
@@ -110,10 +113,10 @@ def convert_results(
             call = _convert_last(call, lambda one: with_strides(one, strides))
     if direction != "input_grad" and dtype is not None:
         call = _convert_last(call, lambda one: one.to(dtype))
-    return _add_bias_gradient(call, grad_output, form)
+    return _add_bias_gradient(call, grad_output, convention)
 
 
-def _convert_last(call: Callable[..., Any], convert: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
+def _convert_last(call: Prepared, convert: Callable[[Tensor], Tensor]) -> Prepared:
     def converting(*tensors: Tensor) -> Any:
         results = call(*tensors)
         return (*results[:-1], convert(results[-1])) if isinstance(results, tuple) else convert(results)
@@ -121,11 +124,11 @@ def _convert_last(call: Callable[..., Any], convert: Callable[[Tensor], Tensor])
     return converting
 
 
-def _add_bias_gradient(call: Callable[..., Any], grad_output: Tensor, form: CallForm) -> Callable[..., Any]:
-    """A call that returns the bias's gradient after those of ``call`` if the form asks for it."""
-    if not form.with_bias:
+def _add_bias_gradient(call: Prepared, grad_output: Tensor, convention: Convention) -> Prepared:
+    """A call that returns the bias's gradient after those of ``call`` if the convention asks for it."""
+    if not convention.with_bias_grad:
         return call
-    bias_gradient = _prepare_bias_gradient(grad_output, form)  # by a kernel, whatever computes the others
+    bias_gradient = _prepare_bias_gradient(grad_output, convention)  # by a kernel, whatever computes the others
 
     def with_bias(grad_output: Tensor, *tensors: Tensor) -> Any:
         results = call(grad_output, *tensors)
@@ -139,18 +142,16 @@ def bias_gradient(grad_output: Tensor) -> Tensor:
     """Sum a dense grad_output over images and pixels, to the same bits as in a call of several gradients."""
     with make_current(grad_output.device):
         key = "bias_grad", tensor_signature(grad_output)
-        call: Callable[[Tensor], Tensor] = find_or_make(key, lambda: _prepare_bias_gradient(grad_output, DEFAULT_FORM))
-        return call(grad_output)
+        return find_or_make(key, lambda: _prepare_bias_gradient(grad_output, DEFAULT_CONVENTION))(grad_output)
 
 
-def _prepare_bias_gradient(grad_output: Tensor, form: CallForm) -> Callable[[Tensor], Tensor]:
-    def by_torch() -> Callable[[Tensor], Tensor]:
-        return lambda grad_output: grad_output.sum((0, 2, 3), dtype=form.dtype)
+def _prepare_bias_gradient(grad_output: Tensor, convention: Convention) -> Callable[[Tensor], Tensor]:
+    def by_torch(grad_output: Tensor) -> Tensor:
+        return grad_output.sum((0, 2, 3), dtype=convention.parameter_dtype)
 
-    def by_kernel() -> Callable[[Tensor], Tensor]:
-        program = bias_grad_program(grad_output)
-        if program is None:
-            return by_torch()
-        return apply_form(program, form).bound(grad_output.device, (grad_output,))
+    def prepare() -> Callable[[Tensor], Tensor]:
+        if (program := bias_grad_program(grad_output)) is None:
+            return by_torch
+        return convert_outputs(program, convention).bound(grad_output.device, (grad_output,))
 
-    return with_fallback(grad_output.device, by_kernel, by_torch)
+    return with_fallback(grad_output.device, prepare, lambda: by_torch)

@@ -1,9 +1,21 @@
-"""The implementations of the operators: each finds the prepared call of its signature, or prepares it, and runs it."""
+"""The implementations of the operators: each finds the prepared call of its signature, or prepares it, and runs it.
+
+The first call of a signature goes through these stages; here ``[8, 64, 32, 32]`` by ``[64, 32, 4, 4]``, float16, H200:
+
+    arguments        [2, 2], [1, 1]                         stride and padding, as the dispatcher passes them
+    Options          (2, 2), (1, 1), ..., "auto", ...       with all defaults
+    Problem          batch=8, in_channels=64, ...           the geometry, once all arguments were checked: schemas.py
+    Config           problem, float16, cuda:0, ...          all that decides how it is computed: configs.py
+    Algorithm        Fused(), kernel sm90/implicit_gemm     chosen once, by selection.py, and logged
+    Program          weights/pack.cu, then the kernel       its launches as plain data: programs.py
+    prepared call    call(input, weight, None)              launches them on tensors of these strides: kernels/bind.py
+
+For both gradients a pair of algorithms is chosen, ``selection.Gradients``. On a CPU, and for torch's operator, there is
+no program: the algorithm prepares the call itself. Volumes that are one product have an operator in volumes.py.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,14 +23,14 @@ import torch
 from torch import Tensor
 
 from gemmconv import selection
+from gemmconv.algorithms import Algorithm
 from gemmconv.algorithms.fallback import with_fallback
 from gemmconv.algorithms.fold import prepare_col2im, prepare_im2col
 from gemmconv.device import make_current
-from gemmconv.geometry import Problem
 from gemmconv.kernels.base import PASSES, Config, Pass
 from gemmconv.ops.call_cache import arguments_key, find_or_make, tensor_signature
-from gemmconv.ops.configs import CallForm, default_form, pass_configs
-from gemmconv.ops.gradients import bind_gradients, convert_results, prepare_gradients
+from gemmconv.ops.configs import Convention, Prepared, choose_pass, default_convention
+from gemmconv.ops.gradients import prepare_gradient, prepare_gradients
 from gemmconv.ops.programs import add_cast_outputs, pass_program, with_signal_output
 from gemmconv.ops.schemas import (
     OPERATORS,
@@ -27,7 +39,6 @@ from gemmconv.ops.schemas import (
     Tensors,
     Window,
     as_hashable,
-    checked_problem,
     col2im_problem,
     im2col_problem,
     operator_name,
@@ -44,88 +55,73 @@ def _compute(direction: Pass, where: str, *inputs: Any) -> Any:
 
 
 def prepare_call(
-    direction: Pass, tensors: Tensors, sizes: Any, arguments: Arguments, form: CallForm | None = None
-) -> Callable[..., Any]:
+    direction: Pass, tensors: Tensors, sizes: Any, arguments: Arguments, convention: Convention | None = None
+) -> Prepared:
     """The prepared call of an operator on tensors of these shapes and strides, from the cache if it is there.
 
     Args:
         direction: which operator.
-        tensors: its tensors, all of one dtype.
+        tensors: its tensors, all of one dtype; of weight and bias the dtype after casts that the call makes itself.
         sizes: height and width of the input for its gradient, of the kernel for the weight's; None for other passes.
-        arguments: the others, from the stride on.
-        form: what the call takes and returns beside that; None for what the operator itself does.
+        arguments: the operator's other arguments, from the stride on; trailing defaults may be left out.
+        convention: where the call takes or returns other than the operator; None for the operator's own convention.
     """
-    first, form = tensors[0], form or default_form(direction, tensors)
-    current = selection.torch_precision(first.dtype, first.device)
-
-    def make() -> Callable[..., Any]:
-        options = Options(*as_hashable(arguments))
-        problem = checked_problem(operator_name(direction), tensors, sizes, options)
-
-        def prepare(algorithm: str) -> Callable[..., Any]:
-            return _prepare(direction, problem, tensors, options._replace(algorithm=algorithm), form)
-
-        if options.algorithm != "auto":
-            return prepare(options.algorithm)
-        # Torch's operator serves where kernels are not available.
-        return with_fallback(first.device, lambda: prepare("auto"), lambda: prepare("native"))
-
+    convention = convention or default_convention(direction, tensors)
     # Bytes, made quickly; for arguments that have none, such as sizes of a traced graph, the values themselves.
     given = arguments_key((sizes, arguments)) or (sizes, Options(*as_hashable(arguments)))
-    key = (direction, *map(tensor_signature, tensors), given, current, form)
-    call: Callable[..., Any] = find_or_make(key, make)
-    return call
+    current = selection.torch_precision(tensors[0].dtype, tensors[0].device)
+    key = (direction, *map(tensor_signature, tensors), given, current, convention)
+    return find_or_make(key, lambda: _prepare(direction, tensors, sizes, arguments, convention))
 
 
-def _prepare(
-    direction: Pass, problem: Problem, tensors: Tensors, options: Options, form: CallForm
-) -> Callable[..., Any]:
-    """Choose an algorithm for a pass, and prepare its call: a program on a GPU, a CPU's kernels, or torch's operator.
+def _prepare(direction: Pass, tensors: Tensors, sizes: Any, arguments: Arguments, convention: Convention) -> Prepared:
+    """Prepare a call by the algorithm asked for; for ``"auto"``, by torch's where kernels do not compile or load."""
+    options = Options(*as_hashable(arguments))
 
-    The choice depends on the arguments and on tuned choices alone, so all that ask for it here, some of them for the
-    log or the program, agree. ``weight_config`` differs from ``config`` only where both gradients are asked for.
-    """
-    where, algorithm = operator_name(direction), options.algorithm
-    config, weight_config = pass_configs(direction, problem, tensors, options)
-    config = replace(config, trained=True) if form.trained else config
-    selection.log_choice(config, weight_config, direction, algorithm)
+    def prepare(algorithm: str) -> Prepared:
+        return _prepare_by(direction, tensors, sizes, options._replace(algorithm=algorithm), convention)
+
+    if options.algorithm != "auto":
+        return prepare(options.algorithm)
+    return with_fallback(tensors[0].device, lambda: prepare("auto"), lambda: prepare("native"))
+
+
+def _prepare_by(direction: Pass, tensors: Tensors, sizes: Any, options: Options, convention: Convention) -> Prepared:
+    """Check the arguments, choose an algorithm, or one for each gradient, and prepare the call that they compute."""
+    chosen, config, weight_config = choose_pass(direction, tensors, sizes, options, convention.trained)
+    if options.algorithm == "auto":
+        selection.log_choice(chosen, config, weight_config, direction)
+    if isinstance(chosen, selection.Gradients):
+        return prepare_gradients(chosen, config, weight_config, tensors, convention)
     if direction == "forward":
-        return _prepare_forward(config, algorithm, where, tensors, form)
-    if direction == "grads":
-        gradients = selection.choose_gradients(config, weight_config, algorithm, where)
-        return prepare_gradients(gradients, config, weight_config, tensors, form)
-    if (program := pass_program(direction, config, algorithm, where)) is not None:
-        return bind_gradients(program, tensors, form)
-    chosen = selection.choose(config, algorithm, where, direction)
-    return convert_results(direction, getattr(chosen, direction)(config), tensors[0], form)
+        return _prepare_forward(chosen, config, tensors, convention)
+    return prepare_gradient(direction, chosen, config, tensors, convention)
 
 
-def _prepare_forward(
-    config: Config, algorithm: str, where: str, tensors: Tensors, form: CallForm
-) -> Callable[..., Any]:
-    """Prepare a forward pass: a program, or where there is none, torch's operator or the CPU's kernels.
+def _prepare_forward(algorithm: Algorithm, config: Config, tensors: Tensors, convention: Convention) -> Prepared:
+    """Prepare a forward pass: its program, or where there is none, the algorithm's own call on tensors.
 
     A call on signals never casts its parameters; see :func:`plain.prepare_signal`.
     """
-    if (program := pass_program("forward", config, algorithm, where)) is not None:
-        program = with_signal_output(program) if form.is_signal else program
-        operands = with_parameter_dtype(tensors, form.dtype)
-        return add_cast_outputs(program, tensors, form).bound(config.device, operands)
-    call = selection.choose(config, algorithm, where).forward(config)
-    if form.is_signal:
+    if (program := pass_program("forward", algorithm, config)) is not None:
+        program = with_signal_output(program) if convention.is_signal else program
+        operands = with_parameter_dtype(tensors, convention.parameter_dtype)
+        return add_cast_outputs(program, tensors, convention).bound(config.device, operands)
+    call = algorithm.forward(config)
+    if convention.is_signal:
         return lambda input, weight, bias: call(input.unsqueeze(-2), weight.unsqueeze(-2), bias).squeeze(-2)
-    return _cast_parameters(call, config.dtype, form)
+    return _cast_parameters(call, config.dtype, convention)
 
 
-def _cast_parameters(call: Callable[..., Tensor], dtype: torch.dtype, form: CallForm) -> Callable[..., Any]:
-    """A forward call that first casts weight and bias from the form's dtype to ``dtype``."""
-    if form.dtype is None:
+def _cast_parameters(call: Prepared, dtype: torch.dtype, convention: Convention) -> Prepared:
+    """A forward call that first casts weight and bias from the convention's dtype to ``dtype``."""
+    if convention.parameter_dtype is None:
         return call
 
     def with_casts(input: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
         casts = [one.to(dtype) for one in (weight, bias) if one is not None]
         output = call(input, *casts, *[None] * (bias is None))
-        return (output, *casts) if form.returns_casts else output
+        return (output, *casts) if convention.returns_casts else output
 
     return with_casts
 
@@ -133,8 +129,7 @@ def _cast_parameters(call: Callable[..., Tensor], dtype: torch.dtype, form: Call
 def _conv_transpose2d_casting(input: Tensor, weight: Tensor, bias: Tensor | None = None, *arguments: Any) -> Tensor:
     """conv_transpose2d with a float32 weight and bias cast to the input's dtype, as compiled graphs call it."""
     cast = [one.to(input.dtype) if one is not None and one.dtype is torch.float32 else one for one in (weight, bias)]
-    output: Tensor = OPERATORS["conv_transpose2d"](input, *cast, *arguments)
-    return output
+    return OPERATORS["conv_transpose2d"](input, *cast, *arguments)
 
 
 def _im2col(input: Tensor, *arguments: Any) -> Tensor:

@@ -61,13 +61,12 @@ def is_left_to_torch(input: Tensor, weight: Tensor, bias: Tensor | None, argumen
         config = selection.current_config(problem, tensors[0].dtype, device, *settings)
         config = replace(config, trained=needs[1] and input.is_cpu)
         left = selection.leaves_all_to_torch(config, algorithm, "conv_transpose2d", *needs)
-        if left:
-            selection.log_choice(config, config, "forward", algorithm)
-        if left and algorithm == "auto" and (cause := missing(device)) is not None:
-            warn_once(cause)
+        if left and algorithm == "auto":
+            selection.log_choice(selection.NATIVE, config, config, "forward")
+            if (cause := missing(device)) is not None:
+                warn_once(cause)
         return left
 
     kinds = device, input.dtype, weight.dtype, cast, current, None if bias is None else (bias.shape, bias.dtype)
     layout = input.shape, input.stride(), weight.shape, weight.stride()
-    answer: bool = find_or_make(("torch", layout, kinds, arguments, needs), decide)
-    return answer
+    return find_or_make(("torch", layout, kinds, arguments, needs), decide)

@@ -1,5 +1,8 @@
 """Plain eager calls of conv_transpose2d, past the dispatcher: one look-up in the cache, then the prepared call.
 
+functional.py, module.py and compiled.py ask :func:`find_call` at every call. For a new signature they store what
+:func:`prepare` gives, a layer of signals what :func:`prepare_signal` gives.
+
 The signature of a call holds all that decides how it is computed: dtypes, shapes and strides of its tensors, its
 arguments, whether gradients are recorded, and the state of this thread: modes, transforms, autocast, profiler,
 precision. So the checks and the choice of a kernel are made only for the first call of each signature. Tuned choices
@@ -53,36 +56,36 @@ def store_call(key: Hashable, call: Call | None) -> Call | None:
 def prepare(input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Arguments) -> Call | None:
     """Prepare the call on such tensors; None in a mode, or for tensors, that the dispatcher serves.
 
-    Under autocast the tensors have to be cast, the input by torch. Where the kernels of the call can cast weight and
-    bias themselves, in one launch, it is prepared for tensors in autocast's dtype without data, and called with the
-    parameters as they are. Else torch casts all three.
-
     Args:
         input, weight, bias: the input may be without a batch.
         arguments: all arguments of the operator after its tensors, checked.
     """
-    if input.dim() == 3:
-        batched = prepare(input.unsqueeze(0), weight, bias, arguments)
-        return batched and (lambda input, weight, bias: batched(input.unsqueeze(0), weight, bias).squeeze(0))
-    tensors = input, weight, bias
+    has_batch = input.dim() != 3
+    tensors = input if has_batch else input.unsqueeze(0), weight, bias
     if in_a_mode() or not are_dense(*tensors):
         return None
-    if not is_autocasting(input.device.type):
-        return prepare_recording(tensors, arguments)
-    dtype = torch.get_autocast_dtype(input.device.type)
+    is_cast = is_autocasting(input.device.type)
+    call = _prepare_autocast(tensors, arguments) if is_cast else prepare_recording(tensors, arguments)
+    return call if has_batch else lambda input, weight, bias: call(input.unsqueeze(0), weight, bias).squeeze(0)
+
+
+def _prepare_autocast(tensors: Tensors, arguments: Arguments) -> Call:
+    """Prepare a call under autocast, which casts the input by torch, weight and bias by its own kernels or by torch."""
+    dtype = torch.get_autocast_dtype(tensors[0].device.type)
     cast = partial(cast_as_autocast, dtype=dtype)
-    if _call_casts_parameters(tensors, dtype):
-        low = cast(input), *(without_data(one, dtype) for one in tensors[1:])
-        casting = prepare_recording(low, arguments, tensors[1:])
-        return lambda input, weight, bias: casting(cast(input), weight, bias)
-    call = prepare_recording(tuple(map(cast, tensors)), arguments)
-    return lambda input, weight, bias: call(cast(input), cast(weight), cast(bias))
+    if not casts_parameters(tensors, dtype):
+        call = prepare_recording(tuple(map(cast, tensors)), arguments)
+        return lambda input, weight, bias: call(cast(input), cast(weight), cast(bias))
+    # The call is prepared for parameters in autocast's dtype, which need no data, and takes them as they are, uncast.
+    low = cast(tensors[0]), *(without_data(one, dtype) for one in tensors[1:])
+    casting = prepare_recording(low, arguments, tensors[1:])
+    return lambda input, weight, bias: casting(cast(input), weight, bias)
 
 
 def prepare_signal(input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Arguments) -> Call | None:
-    """Prepare a call on a batch of signals as images of height 1; None where :func:`prepare` gives None, or casts.
+    """Prepare a call on a batch of signals as images of height 1; None if the dispatcher serves it, or under autocast.
 
-    Unlike :func:`prepare`, it is asked before torch's operator was ruled out, whose 1-D form it then takes.
+    It may be torch's own operator for signals. :func:`prepare` is asked only after torch's operator was ruled out.
 
     Args:
         input, weight, bias: ``[N, C_in, L]``, ``[C_in, C_out/groups, K]`` and ``[C_out]``, not checked.
@@ -98,26 +101,21 @@ def prepare_signal(input: Tensor, weight: Tensor, bias: Tensor | None, arguments
     return prepare_recording(tensors, arguments, is_signal=True)
 
 
-def _call_casts_parameters(tensors: Tensors, dtype: torch.dtype) -> bool:
-    """Whether a call casts weight and bias to autocast's dtype, of 16 bits, in its own kernels.
-
-    Both must be float32 and dense, and in the same one of two cases. A cast may be cacheable: then later calls of the
-    region find it. Or no gradient is recorded through it: then nobody else needs it.
-    """
-    parameters = [one for one in tensors[1:] if one is not None]
-    return (
-        tensors[0].is_cuda
-        and tensors[0].dtype != torch.float64
-        and dtype.itemsize == 2
-        and len({is_cacheable(one) for one in parameters}) == 1
-        and all(
-            one.dtype == torch.float32
-            and (is_cacheable(one) or not (one.requires_grad and torch.is_grad_enabled()))
-            and not one.is_inference()
-            for one in parameters
-        )
-        and are_packed(tensors[1:])
-    )
+def casts_parameters(tensors: Tensors, dtype: torch.dtype) -> bool:
+    """Whether a call casts weight and bias to autocast's ``dtype``, both by one launch; if not, torch casts them."""
+    input, *parameters = (one for one in tensors if one is not None)
+    # The kernel that casts, csrc/layout/cast.cu, writes 16 bits on a GPU. Autocast leaves a float64 input as it is.
+    is_in_16_bits = input.is_cuda and dtype.itemsize == 2 and input.dtype != torch.float64
+    # It reads float32, and goes through memory without gaps, so that a cast has the strides of its tensor.
+    are_readable = are_packed(tensors[1:]) and all(one.dtype == torch.float32 for one in parameters)
+    # Later calls of the region find casts in the cache: a call puts all of its casts there, or none.
+    cacheable = {is_cacheable(one) for one in parameters}
+    are_alike = len(cacheable) == 1
+    # Gradients pass by a call's own casts, straight to cacheable leaves. To other tensors they go through torch's.
+    need_torchs = False in cacheable and torch.is_grad_enabled() and any(one.requires_grad for one in parameters)
+    # A version tells whether a weight changed after its cast; tensors that were made in inference mode have none.
+    have_versions = not any(one.is_inference() for one in parameters)
+    return is_in_16_bits and are_readable and are_alike and not need_torchs and have_versions
 
 
 def are_packed(parameters: Tensors) -> bool:

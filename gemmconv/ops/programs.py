@@ -10,57 +10,56 @@ import torch
 from torch import Tensor
 
 from gemmconv import selection
+from gemmconv.algorithms import Algorithm
 from gemmconv.device import DeviceSpec
 from gemmconv.geometry import Problem
-from gemmconv.kernels.base import Config, Direction, Pass, strides_of, why_no_kernels
+from gemmconv.kernels.base import Config, Pass, strides_of, why_no_kernels
 from gemmconv.kernels.forms import name_of_cast
 from gemmconv.kernels.program import Output, Program, one_after_the_other
 from gemmconv.kernels.splits import bias_grad
-from gemmconv.ops.configs import CallForm, config_of
+from gemmconv.ops.configs import Chosen, Convention, config_of
 from gemmconv.ops.schemas import Options, Tensors, WithoutData
 
 
-def pass_program(direction: Direction, config: Config, algorithm: str, where: str) -> Program | None:
+def pass_program(direction: Pass, algorithm: Algorithm, config: Config) -> Program | None:
     """A forward pass or one gradient as a program; None where torch's operator or the CPU computes it."""
     if config.device.type != "cuda":
         return None
-    choice = selection.choose(config, algorithm, where, direction).choice(config, direction)
+    choice = algorithm.choice(config, direction)
     return None if choice is None else choice.program(config, direction)
 
 
-def programs_of(direction: Pass, config: Config, weight_config: Config, algorithm: str, where: str) -> list[Program]:
-    """The program of a pass, or of the one gradient that torch's operator does not compute."""
-    if direction == "grads":
-        gradients = selection.choose_gradients(config, weight_config, algorithm, where)
-        both = both_programs(gradients, config, weight_config)
-        programs = gradient_programs(gradients, config, weight_config) if both is None else [both]
+def programs_of(direction: Pass, chosen: Chosen, config: Config, weight_config: Config) -> list[Program]:
+    """The program of a pass, or of the one gradient that torch's operator does not compute; none if it computes all."""
+    if isinstance(chosen, selection.Gradients):
+        both = both_programs(chosen, config, weight_config)
+        programs = gradient_programs(chosen, config, weight_config) if both is None else [both]
     else:
-        programs = [pass_program(direction, config, algorithm, where)]
+        programs = [pass_program(direction, chosen, config)]
     return [program for program in programs if program is not None]
 
 
 def layer_programs(config: Config, backward: bool) -> list[Program]:
     """The programs of a layer's forward pass and, if wanted, of its gradients; torch's operator needs none."""
-    programs = programs_of("forward", config, config, "auto", "conv_transpose2d")
+    programs = programs_of("forward", selection.choose(config, "auto", "conv_transpose2d"), config, config)
     if backward:
-        of_gradients, shape = replace(config, bias=False), config.problem.output_shape
-        programs += programs_of("grads", of_gradients, of_gradients, "auto", "conv_transpose2d_grads")
+        configs, shape = (replace(config, bias=False),) * 2, config.problem.output_shape
+        gradients = selection.choose_gradients(*configs, "auto", "conv_transpose2d_grads")
+        programs += programs_of("grads", gradients, *configs)
         grad = WithoutData.of(shape, strides_of(shape, config.memory_format), config.dtype, config.device)
         of_bias = bias_grad_program(grad, config.spec) if config.bias else None
         programs += [] if of_bias is None else [of_bias]
     return programs
 
 
-def gradient_programs(gradients: selection.Gradients, config: Config, weight_config: Config) -> list[Any]:
+def gradient_programs(gradients: selection.Gradients, config: Config, weight_config: Config) -> list[Program | None]:
     """The programs of the input's and the weight's gradient, or the one of both; None stands for torch's operator."""
-    computed = config, weight_config
+    of_input, of_weight = gradients.input_grad, gradients.weight_grad
     if gradients.via_channels_last:
-        computed = (replace(config, memory_format=torch.channels_last),) * 2
-    passes: tuple[tuple[Config, Pass], ...] = (computed[0], "input_grad"), (computed[1], "weight_grad")
+        config = weight_config = replace(config, memory_format=torch.channels_last)
     if gradients.at_once:
-        passes = ((replace(computed[0], weight_format=computed[1].memory_format), "grads"),)
-    choices = gradients.choices(*computed)
-    return [choice and choice.program(*one) for choice, one in zip(choices, passes, strict=True)]
+        return [pass_program("grads", of_input, replace(config, weight_format=weight_config.memory_format))]
+    return [pass_program("input_grad", of_input, config), pass_program("weight_grad", of_weight, weight_config)]
 
 
 def both_programs(gradients: selection.Gradients, config: Config, weight_config: Config) -> Program | None:
@@ -68,14 +67,12 @@ def both_programs(gradients: selection.Gradients, config: Config, weight_config:
 
     A tensor that both need transposed is transposed once.
     """
-    if config.device.type != "cuda":
+    programs: list[Any] = [*gradient_programs(gradients, config, weight_config)]
+    if None in programs:
         return None
-    programs = gradient_programs(gradients, config, weight_config)
-    if any(program is None for program in programs):
-        return None
-    *others, both = programs
-    for other in others:
-        both = concatenate(both, other, ("grad_output", "input", "weight"))
+    *of_input, both = programs
+    for program in of_input:
+        both = concatenate(both, program, ("grad_output", "input", "weight"))
     if not gradients.via_channels_last:
         return both
     strides = strides_of(config.problem.input_shape, config.memory_format)
@@ -105,10 +102,10 @@ def concatenate(earlier: Program, later: Program, arguments: Sequence[str]) -> P
     return replace(one_after_the_other(arguments, earlier, later), outputs=(*later.outputs, *earlier.outputs))
 
 
-def add_cast_outputs(program: Program, tensors: Tensors, form: CallForm) -> Program:
-    """A forward pass's program, which returns its casts of weight and bias too if the form asks for them."""
+def add_cast_outputs(program: Program, tensors: Tensors, convention: Convention) -> Program:
+    """A forward pass's program, which returns its casts of weight and bias too if the convention asks for them."""
     by_name, outputs = dict(zip(program.arguments, tensors, strict=False)), list(program.outputs)
-    for operand in program.operands if form.returns_casts else ():  # the weight comes first
+    for operand in program.operands if convention.returns_casts else ():  # the weight comes first
         tensor = by_name[operand.given_as]
         if operand.given_as != "input" and tensor is not None:
             outputs.append(Output(name_of_cast(operand.name), tuple(tensor.shape), tensor.stride()))
@@ -123,14 +120,14 @@ def with_signal_output(program: Program) -> Program:
     return replace(program, outputs=(signal,))
 
 
-def apply_form(program: Program, form: CallForm) -> Program:
-    """A program of gradients, which returns the weight's and the bias's gradient in this form."""
+def convert_outputs(program: Program, convention: Convention) -> Program:
+    """A program of gradients, which writes the weight's and the bias's gradient by the convention."""
 
     def convert(output: Output) -> Output:
         if output.name not in ("grad_weight", "grad_bias"):
             return output
-        if output.name == "grad_weight" and (strides := form.weight_format) is not None:
+        if output.name == "grad_weight" and (strides := convention.weight_grad_strides) is not None:
             output = replace(output, strides=strides, written=torch.contiguous_format if strides[1] == 1 else None)
-        return replace(output, dtype=form.dtype)
+        return replace(output, dtype=convention.parameter_dtype)
 
     return replace(program, outputs=tuple(map(convert, program.outputs)))

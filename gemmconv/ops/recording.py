@@ -11,7 +11,7 @@ from torch import Tensor
 from gemmconv.dispatch import are_dense, as_plain
 from gemmconv.ops.autocast import Cast, cast_cache, is_cacheable
 from gemmconv.ops.autograd import Backward, Gradients, Needs, compile_backward_ahead
-from gemmconv.ops.configs import CallForm
+from gemmconv.ops.configs import Convention
 from gemmconv.ops.implementation import prepare_call
 from gemmconv.ops.schemas import Arguments, Tensors
 from gemmconv.ops.signatures import gradient_signature
@@ -40,8 +40,8 @@ def prepare_recording(
     if recorded and tensors[0].is_cuda:
         compile_backward_ahead(tensors, arguments, dtype)  # while the forward pass's kernels compile, too
     if dtype is None or parameters is None:
-        form = CallForm(trained=recorded and requires[1] and tensors[0].is_cpu, is_signal=is_signal)
-        forward: Callable[..., Any] = prepare_call("forward", tensors, None, arguments, form)
+        convention = Convention(trained=recorded and requires[1] and tensors[0].is_cpu, is_signal=is_signal)
+        forward: Callable[..., Any] = prepare_call("forward", tensors, None, arguments, convention)
     else:
         forward = _forward_with_casts(tensors, arguments, dtype, is_cacheable(parameters[0]), recorded and requires[0])
     if not recorded:
@@ -64,8 +64,9 @@ def _forward_with_casts(
         saves: whether the weight's cast is returned even where it is not cached, to be saved for gradients.
     """
     low = tensors[0].dtype
+    # One for a call that casts for itself alone, and one for a call whose casts are cached.
     alone, caching = (
-        prepare_call("forward", tensors, None, arguments, CallForm(dtype=dtype, returns_casts=returns))
+        prepare_call("forward", tensors, None, arguments, Convention(parameter_dtype=dtype, returns_casts=returns))
         for returns in (saves, saves or caches)
     )
 
@@ -160,8 +161,7 @@ def _gradients(ctx: Any, grad: Tensor, input: Tensor | None, weight: Tensor | No
     if key is None:
         if state.dtype is not None and weight is not None and torch.is_grad_enabled():
             weight = _cast_weight_again(ctx, weight.dtype)
-        found: Gradients = state.backward(*as_plain((grad,)), input, weight, needs)
-        return found
+        return state.backward(*as_plain((grad,)), input, weight, needs)
     call = state.gradients.get(key)
     if call is None:
         if not are_dense(grad):

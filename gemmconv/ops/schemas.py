@@ -144,9 +144,7 @@ class WithoutData(Tensor):
 
     @staticmethod
     def of(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: torch.device) -> WithoutData:
-        make = Tensor._make_wrapper_subclass
-        made: WithoutData = make(WithoutData, shape, strides=strides, dtype=dtype, device=device)
-        return made
+        return Tensor._make_wrapper_subclass(WithoutData, shape, strides=strides, dtype=dtype, device=device)
 
     # With torch functions disabled, attributes are read as fast as a tensor's.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
