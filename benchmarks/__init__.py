@@ -27,6 +27,7 @@ precompile    kernels compiled ahead, in processes
 rows          measured times of every kernel and of torch's operator, for many layers
 fit           corrections of estimates, fitted to the times that rows keeps
 fold          col2im and im2col alone
+volumes       layers of volumes, device time and wall-clock time
 kernelbench   KernelBench's problems with a transposed convolution, converted
 cpu           layers and networks on a CPU: every algorithm beside torch, as calls of modules
 cpu_fit       the rule by which auto chooses on a CPU, fitted to rows of cpu

@@ -1,8 +1,8 @@
-"""``python -m benchmarks.kernelbench`` on a checkout made for the test."""
+"""``python -m benchmarks.kernelbench`` on a checkout made for the test, and ``python -m benchmarks.volumes``."""
 
 import pytest
 
-from benchmarks import kernelbench
+from benchmarks import kernelbench, volumes
 
 PROBLEM = """
 import torch
@@ -59,3 +59,18 @@ def test_slower_is_beyond_the_noise_of_torch_itself():
     assert kernelbench.is_slower({"torch": 1.0, "again": 1.05, "converted": 1.09})
     assert not kernelbench.is_slower({"torch": 1.0, "again": 1.05, "converted": 1.08})
     assert not kernelbench.is_slower({"torch": 0.01, "again": 0.01, "converted": 0.05})
+
+
+def test_volumes_are_compared_before_they_are_timed(capsys, monkeypatch):
+    monkeypatch.setattr(volumes, "LAYERS", {"tiny": volumes.Layer(1, (8, 4), (2, 3, 4), 2)})
+    assert volumes.main(["--device", "cpu"]) == 0
+    out = capsys.readouterr().out
+    assert "| tiny | tf32 |" in out
+    assert "step, waited: " in out
+    monkeypatch.setattr(
+        volumes.gemmconv.ConvTranspose3d,
+        "forward",
+        lambda layer, input: 1.1 * layer._function(input, layer.weight, layer.bias, layer.stride),
+    )
+    assert volumes.main(["--device", "cpu"]) == 1
+    assert "failed: tiny, bf16: off by 1" in capsys.readouterr().out
