@@ -192,7 +192,9 @@ def test_auto_takes_the_gradients_that_are_the_fastest_together(fused_seconds, t
             *(type(algorithm), "estimate"),
             lambda self, config, direction: seconds[direction].get(self.name, math.inf),
         )
-    monkeypatch.setattr(selection, "_fastest", selection._fastest.__wrapped__)  # keeps nothing of these estimates
+    monkeypatch.setattr(
+        selection, "_fastest_pair", selection._fastest_pair.__wrapped__
+    )  # keeps nothing of these estimates
     found = gradients_taken(problem, *FP32)
     assert (found.input_grad.name, found.weight_grad.name) == (taken, "fused")
     assert found.share is (taken == "direct")

@@ -79,12 +79,6 @@ class Algorithm(ABC):
         kernels = self.kernels_for(config)
         return next(kernel for kernel in kernels if direction in kernel.directions).why_not(config, direction)
 
-    def can_serve(self, config: Config) -> bool:
-        """Whether it can serve forward passes of the size classes, which are cached, or of exactly these sizes."""
-        lacks = missing(config.device)
-        class_choices = (_fastest(self.kernels, one, "forward", lacks, True) for one in representatives(config))
-        return any(class_choices) or self.why_not(config) is None
-
     def workspace_bytes(self, config: Config, direction: Direction) -> int:
         """Bytes of temporary memory that one call takes at most beside its arguments and its result.
 
@@ -152,9 +146,6 @@ class AlgorithmOfOne(Kernel, Algorithm):
 
     @abstractmethod
     def why_not(self, config: Config, direction: Pass = "forward") -> str | None: ...
-
-    def can_serve(self, config: Config) -> bool:
-        return self.why_not(config) is None
 
     @abstractmethod
     def workspace_bytes(self, config: Config, direction: Pass, tile: Any = None) -> int: ...
