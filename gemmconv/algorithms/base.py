@@ -124,8 +124,8 @@ class Algorithm(ABC):
         if choice is None:
             return math.inf
         one_by_one = self.estimate(config, "input_grad") + self.estimate(weight_config, "weight_grad")
-        if config.memory_format is weight_config.memory_format:  # both share one transpose
-            one_by_one -= grad_output_transpose_seconds(config)
+        # Both share one transpose in channels_last; if their formats differ, grad_output is in NCHW and needs none.
+        one_by_one -= max(map(grad_output_transpose_seconds, (config, weight_config)))
         return choice.seconds if choice.seconds < one_by_one else math.inf
 
     def _prepare(self, config: Config, direction: Pass) -> Callable[..., Any]:
