@@ -1,15 +1,15 @@
 """The choice of an algorithm for a pass, and of a pair for both gradients of a backward pass.
 
-``auto`` takes what :func:`gemmconv.tune` measured, where it did. Else these decide:
+``auto`` takes what :func:`gemmconv.tune` measured, where it did. Else it compares the algorithms that can serve a pass:
 
     device      one pass                  both gradients              rule
-    Hopper      _estimates                _fastest_of                 what a step is estimated to wait for the least
+    Hopper      _estimates                _gradients_on_hopper        what a step is estimated to wait for the least
     other GPUs  _first_on_other_gpus      _gradients_on_other_gpus    torch's operator, unless ours is clearly faster
     CPU         _order_on_cpu             choose, for each            a rule that was fitted to measured rows
     CPU, no C   the end of preference     choose, for each            torch's operator; gemm_col2im for few outputs
 
-An algorithm that is named is taken for all passes that it can serve. It must be able to serve the forward pass, whose
-gradients a training step wants: ``why_not`` without a direction asks for that.
+An algorithm that is named is taken for all passes that it can serve. Named or not, it must be able to serve the forward
+pass, whose gradients a training step wants: ``why_not`` without a direction asks for that.
 """
 
 from __future__ import annotations
@@ -38,8 +38,7 @@ from gemmconv.kernels.layout.transpose import grad_output_transpose_seconds, via
 BY_NAME = {algorithm.name: algorithm for algorithm in ALGORITHMS}
 NAMES = tuple(BY_NAME)
 NATIVE = BY_NAME["native"]  # torch's operator
-
-_FALLBACK_GRADIENT = "gemm_col2im"  # computes a gradient that no kernel of the named algorithm takes
+_GEMM_COL2IM = BY_NAME["gemm_col2im"]  # computes a gradient too that no kernel of the named algorithm takes
 _COST = costs_of("choice")
 _CLEARLY_FASTER = _COST.table("clearly_faster")
 MICROSECONDS = 10**6
@@ -87,8 +86,9 @@ def current_config(
 class Seconds:
     """Estimated seconds of a call: those of the device, and those for which the host is kept to enqueue it.
 
-    A step of large layers waits for the device, and a step of small ones for the host. So the longer of both counts,
-    but host time counts no more than ``most_slowdown`` times the device time, since in a CUDA graph it costs nothing.
+    A step of large layers waits for the device, and a step of small ones for the host. So the longer of both counts.
+    But host time costs nothing in a CUDA graph, so what saves it may slow the device down by ``most_slowdown`` (2, a
+    policy) at most: host time counts up to that many times the device time.
     """
 
     device: float
@@ -100,54 +100,48 @@ class Seconds:
         return max(self.device, min(self.host, _COST.most_slowdown * self.device))
 
 
+def can_serve(algorithm: Algorithm, config: Config, direction: Direction) -> bool:
+    """Whether ``auto`` may take an algorithm for a pass: it must be able to serve that, and the forward pass."""
+    return algorithm.why_not(config) is None and algorithm.why_not(config, direction) is None
+
+
 def _estimates(
     config: Config, direction: Direction, among: Sequence[Algorithm] = ALGORITHMS
 ) -> list[tuple[Seconds, Algorithm]]:
-    """Pairs of estimate and algorithm, the least waited for first; infinite if the algorithm cannot serve the pass.
-
-    Equal ones keep the order of ``ALGORITHMS``, and those that cannot serve the pass come last.
-    """
-
-    found = []
-    for one in among:
-        able = one.why_not(config, direction) is None and (direction == "forward" or one.can_serve(config))
-        seconds = one.estimate(config, direction) if able else math.inf
-        found.append((Seconds(seconds, one.host_seconds(config, direction)), not able, one))
-    found.sort(key=lambda item: (item[0].waited, item[1]))
-    return [(seconds, one) for seconds, _, one in found]
+    """The estimates of algorithms, the least waited for first; last those that cannot serve the pass, as infinite."""
+    able = [one for one in among if can_serve(one, config, direction)]
+    found = [(Seconds(one.estimate(config, direction), one.host_seconds(config, direction)), one) for one in able]
+    found.sort(key=lambda item: item[0].waited)
+    return found + [(Seconds(math.inf, math.inf), one) for one in among if one not in able]
 
 
 def preference(config: Config, direction: Direction = "forward") -> Sequence[tuple[Algorithm, str]]:
     """The algorithms in the order in which ``auto`` tries them, each with the reason for its position."""
     if config.device.type == "cuda":
-        estimates = _estimates(config, direction)
-        reasons = [(one, _estimate_text(seconds)) for seconds, one in estimates]
+        reasons = [(one, _estimate_text(seconds)) for seconds, one in _estimates(config, direction)]
         if config.spec.is_hopper:
             return reasons
-        first, why = _first_on_other_gpus(config, direction, estimates)
+        first, why = _first_on_other_gpus(config, direction)
         return [(first, why), *(one for one in reasons if one[0] is not first)]
     if config.device.type == "cpu" and (isa := isa_name()) is not None:
         return _order_on_cpu(config, direction, isa)
     if direction == "forward" and is_faster_than_torch(config):
-        name, why = "gemm_col2im", "first on the CPU for few output channels"
+        first, why = _GEMM_COL2IM, "first on the CPU for few output channels"
     else:
-        name, why = "native", f"first on {config.device.type}"
-    order = sorted(ALGORITHMS, key=lambda algorithm: algorithm.name != name)
-    return [(algorithm, why if i == 0 else "comes later") for i, algorithm in enumerate(order)]
+        first, why = NATIVE, f"first on {config.device.type}"
+    return [(first, why), *((one, "comes later") for one in ALGORITHMS if one is not first)]
 
 
-def _first_on_other_gpus(
-    config: Config, direction: Direction, estimates: list[tuple[Seconds, Algorithm]]
-) -> tuple[Algorithm, str]:
+def _first_on_other_gpus(config: Config, direction: Direction) -> tuple[Algorithm, str]:
     """The first algorithm on a GPU that is not Hopper: torch's operator, unless another is clearly faster on Hopper.
 
-    Both are compared on the GPU that was measured. ``estimates`` are those for the GPU itself.
+    Both are compared on the GPU that was measured.
     """
     (seconds, first), *_ = measured = _estimates(_on_measured_gpu(config), direction)
     torchs = next(seconds for seconds, one in measured if one is NATIVE)
     if first is not NATIVE and seconds.waited < _clearly_below(config, torchs):
         return first, "clearly faster than torch's operator: comes first"
-    is_known = any(one is NATIVE and seconds.device < math.inf for seconds, one in estimates)
+    is_known = NATIVE.estimate(config, direction) < math.inf
     why = "torch's operator, since no other is clearly faster" if is_known else "torch's operator was not measured"
     return NATIVE, f"{why}: comes first"
 
@@ -173,9 +167,13 @@ def _on_measured_gpu(config: Config) -> Config:
 
 
 def _clearly_below(config: Config, torchs: Seconds) -> float:
-    """The seconds below which one of ours comes before torch's operator on a GPU that is not Hopper."""
-    ratio = _CLEARLY_FASTER["half" if config.dtype.itemsize == 2 else config.precision]
-    return ratio * torchs.waited if torchs.device < math.inf else 0.0
+    """The seconds below which one of ours comes before torch's operator on a GPU that is not Hopper.
+
+    ``torchs`` is that of deterministic kernels on Hopper. Elsewhere torch may take others, up to twice as fast in
+    float32 without TF32: so ours must take less than half of it there, and less than 0.65 of it in other types.
+    """
+    share = _CLEARLY_FASTER["half" if config.dtype.itemsize == 2 else config.precision]
+    return share * torchs.waited if torchs.device < math.inf else 0.0
 
 
 def choose(config: Config, requested: str, where: str, direction: Direction = "forward") -> Algorithm:
@@ -187,18 +185,18 @@ def choose(config: Config, requested: str, where: str, direction: Direction = "f
         NotImplementedError: the requested algorithm, or with ``"auto"`` every one, cannot serve it; with the reasons.
     """
     if requested != "auto":
-        algorithm = BY_NAME[requested]
-        if (reason := algorithm.why_not(config)) is not None:
-            raise NotImplementedError(f'{where}: {requested}: {reason}; or use algorithm="auto"')
-        if algorithm.why_not(config, direction) is None:
-            return algorithm
-        return choose(config, _FALLBACK_GRADIENT, where, direction)
+        named = BY_NAME[requested]
+        if named.why_not(config) is None and named.why_not(config, direction) is not None:
+            named = _GEMM_COL2IM
+        if (reason := named.why_not(config)) is not None:
+            raise NotImplementedError(f'{where}: {named.name}: {reason}; or use algorithm="auto"')
+        return named
     if (entry := tuned.entry_of(config, direction)) is not None:
         measured = BY_NAME.get(entry.algorithms[0])
-        if measured is not None and measured.why_not(config, direction) is None:
+        if measured is not None and can_serve(measured, config, direction):
             return measured
     for algorithm, _ in preference(config, direction):
-        if algorithm.why_not(config) is None and algorithm.why_not(config, direction) is None:
+        if can_serve(algorithm, config, direction):
             return algorithm
     reasons = "; ".join(f"{algorithm.name}: {algorithm.why_not(config)}" for algorithm in ALGORITHMS)
     raise NotImplementedError(f"{where}: no algorithm can serve this: {reasons}")
@@ -256,9 +254,9 @@ def choose_gradients(config: Config, weight_config: Config, requested: str, wher
     """The algorithms of the input's and the weight's gradient of one backward pass.
 
     A named algorithm, or a CPU, takes what :func:`choose` gives for each gradient, in one call if the algorithm can.
-    ``"auto"`` on CUDA takes the pair with the least estimate: one algorithm that computes both at once; two that share
-    the transpose of grad_output (channels_last); or, for 16-bit tensors in NCHW, two that compute in channels_last
-    with three transposes around them.
+    ``"auto"`` on Hopper takes the pair with the least estimate: one algorithm that computes both at once; two that
+    share the transpose of grad_output (channels_last); or, for 16-bit tensors in NCHW, two that compute in
+    channels_last with three transposes around them.
 
     Args:
         config, weight_config: configurations of the input's and the weight's gradient, equal but for memory formats.
@@ -267,21 +265,21 @@ def choose_gradients(config: Config, weight_config: Config, requested: str, wher
     Raises:
         NotImplementedError: see :func:`choose`.
     """
-    if requested == "auto" and (measured := _tuned_gradients(config, weight_config)) is not None:
-        return measured
-    if requested != "auto" or config.device.type != "cuda" or why_no_kernels(config.device, config.spec) is not None:
-        apart = one_by_one(config, weight_config, requested, where)
-        if (one := apart.input_grad) is not apart.weight_grad:
-            return apart
-        # One call of torch's operator, with the user's own cuDNN settings, computes both.
-        is_torchs_call = one is NATIVE and not config.deterministic
-        return apart._replace(at_once=is_torchs_call or one.grads_estimate(config, weight_config) < math.inf)
-    if not config.spec.is_hopper:
-        return _gradients_on_other_gpus(config, weight_config)
-    able = tuple(a for a in ALGORITHMS if a.why_not(config) is None)
-    if not able:
-        choose(config, requested, where)  # raises
-    return _fastest_of(config, weight_config, able)[1]
+    if requested == "auto":
+        if (measured := _tuned_gradients(config, weight_config)) is not None:
+            return measured
+        if config.device.type == "cuda" and why_no_kernels(config.device, config.spec) is None:
+            able = tuple(one for one in ALGORITHMS if can_serve(one, config, "forward"))
+            if not able:
+                choose(config, requested, where)  # raises, with the reasons
+            rule = _gradients_on_hopper if config.spec.is_hopper else _gradients_on_other_gpus
+            return rule(config, weight_config, able)
+    apart = one_by_one(config, weight_config, requested, where)
+    if (one := apart.input_grad) is not apart.weight_grad:
+        return apart
+    # One call of torch's operator, with the user's own cuDNN settings, computes both.
+    is_torchs_call = one is NATIVE and not config.deterministic
+    return apart._replace(at_once=is_torchs_call or one.grads_estimate(config, weight_config) < math.inf)
 
 
 def _tuned_gradients(config: Config, weight_config: Config) -> Gradients | None:
@@ -290,7 +288,7 @@ def _tuned_gradients(config: Config, weight_config: Config) -> Gradients | None:
     if entry is None or config.memory_format is not weight_config.memory_format:
         return None
     first, second = (BY_NAME[name] for name in entry.algorithms)
-    if first.why_not(config, "input_grad") is not None or second.why_not(config, "weight_grad") is not None:
+    if not (can_serve(first, config, "input_grad") and can_serve(second, config, "weight_grad")):
         return None
     return Gradients(first, second, *(entry.how.get(name, False) for name in ("share", "at_once", "turned")))
 
@@ -308,45 +306,45 @@ def _share(first: Algorithm, second: Algorithm, config: Config, weight_config: C
     return both_last and first.transposes(config, "input_grad") and second.transposes(weight_config, "weight_grad")
 
 
-def _fastest_of(config: Config, weight_config: Config, able: tuple[Algorithm, ...]) -> tuple[Seconds, Gradients]:
-    """The result of :func:`_fastest`, or the faster way through channels_last for tensors in NCHW."""
-    found = [_fastest(config, weight_config, able)]
+def _gradients_on_hopper(config: Config, weight_config: Config, able: tuple[Algorithm, ...]) -> Gradients:
+    """The fastest gradients for tensors as they are or, for 16-bit tensors in NCHW, by way of channels_last."""
+    seconds, gradients = _fastest_pair(config, weight_config, able)
     # float32 would gain less than the error of the estimates of cuDNN's gradients.
     if config.dtype.itemsize == 2 and config.memory_format is weight_config.memory_format is torch.contiguous_format:
         last = replace(config, memory_format=torch.channels_last)
-        seconds, others = _fastest(last, last, able)
+        inner, others = _fastest_pair(last, last, able)
         transposes = via_channels_last_seconds(config, others.transposes_weight)
-        longer = replace(seconds, device=seconds.device + transposes)
-        found.append((longer, others._replace(via_channels_last=True)))
-    return min(found, key=lambda item: item[0].waited)
+        if replace(inner, device=inner.device + transposes).waited < seconds.waited:
+            return others._replace(via_channels_last=True)
+    return gradients
 
 
-def _gradients_on_other_gpus(config: Config, weight_config: Config) -> Gradients:
+def _gradients_on_other_gpus(config: Config, weight_config: Config, able: tuple[Algorithm, ...]) -> Gradients:
     """The gradients of a backward pass on a GPU that is not Hopper: torch's, unless ours are clearly faster.
 
     Whether they are is asked on the GPU that was measured; which of ours is taken, by the estimates for this GPU.
     """
     torchs = Gradients(NATIVE, NATIVE, share=False, at_once=True)
-    ours = tuple(a for a in ALGORITHMS if a is not NATIVE and a.why_not(config) is None)
+    ours = tuple(one for one in able if one is not NATIVE)
     if not ours:
         return torchs
     pair = _on_measured_gpu(config), _on_measured_gpu(weight_config)
     of_torch = Seconds(NATIVE.grads_estimate(*pair), NATIVE.host_seconds(config, "grads"))
-    is_faster = _fastest(*pair, ours)[0].waited < _clearly_below(config, of_torch)
-    return _fastest(config, weight_config, ours)[1] if is_faster or NATIVE.why_not(config) else torchs
+    is_faster = _fastest_pair(*pair, ours)[0].waited < _clearly_below(config, of_torch)
+    return _fastest_pair(config, weight_config, ours)[1] if is_faster or NATIVE not in able else torchs
 
 
 @lru_cache(maxsize=1024)
-def _fastest(config: Config, weight_config: Config, able: tuple[Algorithm, ...]) -> tuple[Seconds, Gradients]:
-    """The gradients of a backward pass for which one waits the least, and their estimate."""
-    inputs, weights = _estimates(config, "input_grad", able), _estimates(weight_config, "weight_grad", able)
-    saved, host = grad_output_transpose_seconds(config), {a: a.host_seconds(config, "grads") for a in able}
+def _fastest_pair(config: Config, weight_config: Config, among: tuple[Algorithm, ...]) -> tuple[Seconds, Gradients]:
+    """The estimate and the algorithms of both gradients for which a step waits the least, for tensors as they are."""
+    inputs, weights = _estimates(config, "input_grad", among), _estimates(weight_config, "weight_grad", among)
+    saved, host = grad_output_transpose_seconds(config), {one: one.host_seconds(config, "grads") for one in among}
     found = []
     for (first_seconds, first), (second_seconds, second) in itertools.product(inputs, weights):
         share = _share(first, second, config, weight_config)
         seconds = first_seconds.device + second_seconds.device - (saved if share else 0)
         found.append((Seconds(seconds, max(host[first], host[second])), Gradients(first, second, share)))
-    for one in able:
+    for one in among:
         seconds = one.grads_estimate(config, weight_config)
         found.append((Seconds(seconds, host[one]), Gradients(one, one, share=False, at_once=True)))
     return min(found, key=lambda item: item[0].waited)

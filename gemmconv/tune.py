@@ -173,7 +173,7 @@ def _choices(config: Config, direction: Direction) -> list[NamedChoice]:
     """torch's operator, and the kernels' tiles with the least estimates."""
     found: list[NamedChoice] = []
     for algorithm in ALGORITHMS:
-        if algorithm.why_not(config, direction) is not None or not algorithm.can_serve(config):
+        if not selection.can_serve(algorithm, config, direction):
             continue
         for kernel in algorithm.kernels_for(config):
             if direction not in kernel.directions or kernel.why_not(config, direction) is not None:

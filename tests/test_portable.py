@@ -176,3 +176,12 @@ def test_types_of_which_nothing_is_known_are_torchs_elsewhere():
     (first, why), *_ = preference(config)
     assert first.name == "native"
     assert why == "torch's operator was not measured: comes first"
+
+
+def test_gradients_that_no_algorithm_can_serve_are_refused_elsewhere():
+    """Torch's operator would round to TF32 here."""
+    one_line = gemmconv.Problem(1, 1, 1, 1, (1, 2**31), (1, 1))
+    spec = KNOWN["NVIDIA A100-SXM4-80GB"]
+    config = Config(one_line, torch.float32, torch.device("cuda", 0), "ieee", torch_precision="tf32", spec=spec)
+    with pytest.raises(NotImplementedError, match=r"no algorithm can serve this.*native: precision follows"):
+        choose_gradients(config, config, "auto", "test")

@@ -169,6 +169,18 @@ def test_gemm_col2im_writes_columns_once_for_both_gradients():
     assert not gradients_taken(DENSE, *FP16).at_once
 
 
+def test_grad_output_is_in_nchw_where_the_formats_of_both_gradients_differ():
+    """A weight or an input in channels_last alone makes the gradient that reads it channels_last."""
+    few_outputs = Problem(128, 64, 3, 1, (32, 32), (4, 4), stride=(2, 2), padding=(1, 1))
+    nchw, last = (config_of(few_outputs, *FP16, memory_format=one) for one in FORMATS)
+    plain, both_last, first_last, second_last = (
+        GemmCol2im().seconds(replace(config, weight_format=weight_format), "grads")
+        for config, weight_format in ((nchw, NCHW), (last, LAST), (last, NCHW), (nchw, LAST))
+    )
+    assert plain == first_last == second_last
+    assert both_last - plain > grad_output_transpose_seconds(last)
+
+
 def test_others_compute_one_gradient_after_the_other():
     config = config_of(KERNELBENCH_75, *FP16)
     for algorithm in (Fused(), Native()):
@@ -192,7 +204,9 @@ def test_auto_takes_the_gradients_that_are_the_fastest_together(fused_seconds, t
             *(type(algorithm), "estimate"),
             lambda self, config, direction: seconds[direction].get(self.name, math.inf),
         )
-    monkeypatch.setattr(selection, "_fastest", selection._fastest.__wrapped__)  # keeps nothing of these estimates
+    monkeypatch.setattr(
+        selection, "_fastest_pair", selection._fastest_pair.__wrapped__
+    )  # keeps nothing of these estimates
     found = gradients_taken(problem, *FP32)
     assert (found.input_grad.name, found.weight_grad.name) == (taken, "fused")
     assert found.share is (taken == "direct")

@@ -1,4 +1,4 @@
-/* fused for small images, and for signals: columns are computed on tensor cores and folded in shared memory.
+/* fused for small images, and for signals: columns are computed on tensor cores and folded in shared memory. sm_90a.
  *
  * A position (one pixel of one image) is a row of the product, and a line (one tap of one output channel) a column of it:
  *
@@ -11,18 +11,28 @@
  * some blocks of LINES lines. The epilogue of a block folds its sums, the columns of FOLD_OUTS output channels at a time: the
  * warps that multiply write these to shared memory, wait for each other, and gather the outputs (epilogue/fold_smem.cuh).
  *
- *   8 x 8 images, kernel 4, stride 2, 32 output channels: an item of two images has 128 positions; a block of LINES = 144 has the
- *   16 taps of 9 output channels; FOLD_OUTS = 3: three folds of 48 lines x 132 floats, 25 KB each, in two buffers by turns
+ *   64 images of 8 x 8, 64 to 32 channels, kernel 4, stride 2, padding 1, in TF32 (the example of the host file):
+ *   item      two images: 128 positions, 64 for each of two warpgroups, 16 for each of eight warps (ROW_BLOCKS = 1)
+ *   block     LINES = 144: the 16 taps of 9 output channels. A lane has 72 sums, of two positions and 36 lines
+ *   main loop two chunks of 32 channels (LEAST_CHUNKS = 2), four products each of 8 channels x 144 lines; none is peeled off
+ *   fold      FOLD_OUTS = 3: 48 lines x FOLD_PITCH = 132 floats, 25 KB. Three folds (kFolds), in two buffers by turns
+ *   gather    8 x 8 cells of each image: 128 threads have a cell each, of 2 x 2 outputs of three channels (FOLD_TURNS = 1)
  *
  * Inputs come to slots and weights to stages, two rings of buffers in shared memory, 128 bytes of channels in each. Where all
  * channels of an item have a slot, inputs are held for all of its blocks of lines, and the last block frees the slots.
  *
  * Macros: those of pipeline/pixels_on_m.cuh and epilogue/fold_smem.cuh, OWN_BYTES being for columns; FOLD_OUTS (a divisor of a
- * block's output channels, their lines a multiple of 8), WHOLE_OUTS (1 where it divides all of them), FOLD_TURNS (cells of a
- * thread, or parts of them, at most). Chosen by gemmconv/kernels/sm90/gemm_fold_pixels.py.
+ * block's output channels, their lines a multiple of 8), WHOLE_OUTS (1 where it divides all of them), FOLD_GROUPS (of threads,
+ * each of which gathers other output channels of a fold: more than 1 where a fold has fewer cells than there are threads),
+ * FOLD_TURNS (cells of a thread, or parts of them, at most). Chosen by gemmconv/kernels/sm90/gemm_fold_pixels.py.
  */
+// pixels_on_m_params, item_t, multiply, biases_t, biases_of, run, and what they include: each, each_item, divided, ring_t;
+// shared (memory); kTaps, kPositions (of an item), kBlockPositions (128), kBlockOuts (output channels of a block), kConsumers (256
+// threads that multiply), kProducers, kThreads
 #include "pipeline/pixels_on_m.cuh"
+// image_t, cell_t, pair_t, gather; kParts (of a row of a cell, with a thread for each)
 #include "epilogue/fold_smem.cuh"
+// named_barrier_sync
 #include "ptx/named_barrier.cuh"
 
 constexpr int kFoldLines = FOLD_OUTS * kTaps, kFolds = LINES / kFoldLines, kFoldFloats = kFoldLines * FOLD_PITCH;
@@ -33,21 +43,19 @@ static_assert(kFoldLines % 8 == 0 && LINES % kFoldLines == 0, "a fold is columns
 static_assert(FOLD_PITCH % 8 == 4 && kPositions <= FOLD_PITCH, "a warp writes columns to different banks");
 static_assert(2 * kFoldFloats * 4 <= OWN_BYTES, "columns of two folds fit");
 
-// Threads are divided into groups where there are more of them than cells to gather: each group gathers other output channels.
-// The host computes the same number, for FOLD_TURNS.
-constexpr int kGroups = [] {
-    int groups = 1;
-    while (FOLD_OUTS % (groups * 2) == 0 && groups * 2 * kPositions * kParts <= kConsumers) groups *= 2;
-    return groups;
-}();
-constexpr int kLanes = kConsumers / kGroups, kGroupOuts = FOLD_OUTS / kGroups;
-constexpr int kOwnCells = FOLD_TURNS <= 2 ? FOLD_TURNS : 1;  // that a thread works out once for all folds: registers are few
+constexpr int kLanes = kConsumers / FOLD_GROUPS, kGroupOuts = FOLD_OUTS / FOLD_GROUPS;  // threads and channels of a group
+static_assert(kConsumers % FOLD_GROUPS == 0 && FOLD_OUTS % FOLD_GROUPS == 0, "groups have as many threads and channels each");
+static_assert(FOLD_GROUPS == 1 || kPositions * kParts <= kLanes, "a group has a thread for each position, or part of its cell");
+constexpr int kOwnCells = FOLD_TURNS <= 2 ? FOLD_TURNS : 1;  // cells that a thread works out once for all folds: registers are few
 
 /* Writes the columns of one fold that a warp has. wgmma gives lane 4g + t, of 16 positions and 8 lines, the sums
  *
  *   from[0], from[1]: row g, lines 2t and 2t + 1        from[2], from[3]: row g + 8, the same lines
  *
  * and rows g and g + 8 are positions 2g and 2g + 1 (PAIRED in pixels_on_m.cuh), so that a lane writes two neighbours at once.
+ *
+ *   fold 1 of the example has sums 24 to 47 of a lane, of 6 x 8 lines. Lane 5 (g = 1, t = 1) of warp 2 writes positions 34 and 35
+ *   of lines 2, 3, 10, 11, ...
  */
 template <int FOLD>
 __device__ __forceinline__ void write_columns(float* columns, const float (&sums)[ROW_BLOCKS][LINES / 2], int warp) {
@@ -80,7 +88,12 @@ __device__ __forceinline__ cell_t cell_of(const pixels_on_m_params& p, const ite
     }
 }
 
-/* The positions of a warp, the `warp`-th that multiplies, of item after item. */
+/* The positions of a warp, the `warp`-th that multiplies, of item after item.
+ *
+ * The example has one block in each item, of output channels 9 `item.block` and on. Its two chunks are one turn of the main loop;
+ * then folds 0, 1 and 2 have output channels 0 to 2, 3 to 5 and 6 to 8 of the block, in buffers 0, 1 and 0. Of the last of the four
+ * blocks, channels 27 and on, fold 1 has two channels that there are, and fold 2 has none.
+ */
 __device__ __forceinline__ void consume(const pixels_on_m_params& p, int warp) {
     float* both = reinterpret_cast<float*>(shared + p.first_own);
     const image_t image{WINDOWED ? 1 : p.in_h, p.in_w};
@@ -90,7 +103,7 @@ __device__ __forceinline__ void consume(const pixels_on_m_params& p, int warp) {
     ring_t ring, slots;
     each_item<item_t>(p, [&](const item_t& item) {
         const int lane = thread % kLanes;
-        cell_t own[kOwnCells];  // that a thread gathers, each time
+        cell_t own[kOwnCells];  // cells that the thread gathers, the same of each fold
         #pragma unroll
         for (int turn = 0; turn < kOwnCells; ++turn) own[turn] = cell_of(p, item, (turn * kLanes + lane) / kParts);
         #pragma unroll 1
@@ -119,7 +132,9 @@ __device__ __forceinline__ void consume(const pixels_on_m_params& p, int warp) {
                         biases + fold * FOLD_OUTS, out, lane, cells,
                         [&](int turn, int i) { return turn < kOwnCells ? own[turn % kOwnCells] : cell_of(p, item, i); });
             }
-            if constexpr (kFolds % 2 == 1) named_barrier_sync<1, kConsumers>();  // the next block begins with the same buffer
+            // The first fold of the next block is written to buffer 0. So is the last of an odd number of folds: warps must have
+            // gathered it before. Of an even number the last is in buffer 1, and its barrier was behind all gathering from 0.
+            if constexpr (kFolds % 2 == 1) named_barrier_sync<1, kConsumers>();
         }
     });
 }

@@ -79,12 +79,6 @@ class Algorithm(ABC):
         kernels = self.kernels_for(config)
         return next(kernel for kernel in kernels if direction in kernel.directions).why_not(config, direction)
 
-    def can_serve(self, config: Config) -> bool:
-        """Whether it can serve forward passes of the size classes, which are cached, or of exactly these sizes."""
-        lacks = missing(config.device)
-        class_choices = (_fastest(self.kernels, one, "forward", lacks, True) for one in representatives(config))
-        return any(class_choices) or self.why_not(config) is None
-
     def workspace_bytes(self, config: Config, direction: Direction) -> int:
         """Bytes of temporary memory that one call takes at most beside its arguments and its result.
 
@@ -130,8 +124,8 @@ class Algorithm(ABC):
         if choice is None:
             return math.inf
         one_by_one = self.estimate(config, "input_grad") + self.estimate(weight_config, "weight_grad")
-        if config.memory_format is weight_config.memory_format:  # both share one transpose
-            one_by_one -= grad_output_transpose_seconds(config)
+        # Both share one transpose in channels_last; if their formats differ, grad_output is in NCHW and needs none.
+        one_by_one -= max(map(grad_output_transpose_seconds, (config, weight_config)))
         return choice.seconds if choice.seconds < one_by_one else math.inf
 
     def _prepare(self, config: Config, direction: Pass) -> Callable[..., Any]:
@@ -152,9 +146,6 @@ class AlgorithmOfOne(Kernel, Algorithm):
 
     @abstractmethod
     def why_not(self, config: Config, direction: Pass = "forward") -> str | None: ...
-
-    def can_serve(self, config: Config) -> bool:
-        return self.why_not(config) is None
 
     @abstractmethod
     def workspace_bytes(self, config: Config, direction: Pass, tile: Any = None) -> int: ...

@@ -177,7 +177,7 @@ def _seconds(config: Config, direction: Pass) -> float:
 def _transpose_seconds(*configs: Config) -> float:
     """Seconds of all transposes in the passes of a call; products take most tensors in either format."""
     transposed = (one for one in configs if image_format(one) is not one.memory_format)
-    return max(map(grad_output_transpose_seconds, configs)) + sum(map(input_transpose_seconds, transposed))
+    return min(map(grad_output_transpose_seconds, configs)) + sum(map(input_transpose_seconds, transposed))
 
 
 def _kind(config: Config) -> str:

@@ -76,7 +76,7 @@ def loads_of(config: Config, one: str) -> tuple[str, float, list[Load]]:
         taken = gradients.input_grad, gradients.weight_grad
         names = [algorithm.name for algorithm in taken]
         how = [word for word, flag in zip(("share", "at_once", "turned"), gradients[2:], strict=True) if flag]
-        return "+".join([*dict.fromkeys(names), *how]), selection._fastest(inner, inner, taken)[0].device, loads
+        return "+".join([*dict.fromkeys(names), *how]), selection._fastest_pair(inner, inner, taken)[0].device, loads
 
 
 def _taken(config: Config, one: str) -> Row:

@@ -63,6 +63,7 @@ def grad_output_transpose_seconds(config: Config) -> float:
 def gradients_transpose_seconds(config: Config, computed_in: torch.memory_format = torch.contiguous_format) -> float:
     """Seconds to transpose grad_output, the input and its gradient, for both gradients in one format only."""
     configs = config, config.of_weight
+    # A grad_output in channels_last makes both formats channels_last: if they differ, it is in NCHW.
     of_grad_output = min(_seconds(one, config.problem.output_shape, computed_in) for one in configs)
     return of_grad_output + sum(input_transpose_seconds(one, computed_in) for one in configs)
 

@@ -492,6 +492,7 @@ class GemmFoldNarrow(Sm90Kernel):
 
     def tile(self, config: Config, direction: Pass) -> Tile | None:
         tile = tile_of(config.problem, *variant_of(config), config.spec.multiprocessors)
+        # The layer is declined if the best tile's integers do not reach, even if another's do: all need about as much.
         return tile if tile is not None and tile.fits_integers else None
 
     def fitted(self, config: Config, direction: Pass, tile: Tile) -> Tile | None:

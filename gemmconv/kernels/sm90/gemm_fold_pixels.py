@@ -124,15 +124,17 @@ class Tile(PositionRows):
         return self.row_blocks * BLOCK_POSITIONS + 4
 
     @property
-    def fold_turns(self) -> int:
-        """How many cells, or parts of cells, a thread gathers of a fold, at most.
-
-        Threads are divided into groups, each for some output channels of the fold, as in the kernel (kGroups).
-        """
+    def fold_groups(self) -> int:
+        """Groups of threads, each of which gathers other output channels of a fold: as many as have all cells each."""
         groups = 1
         while self.fold_outs % (2 * groups) == 0 and 2 * groups * self._usual_threads <= CONSUMERS:
             groups *= 2
-        return max(self.compiled[1], -(-self.cells * self.parts * groups // CONSUMERS))
+        return groups
+
+    @property
+    def fold_turns(self) -> int:
+        """How many cells, or parts of cells, a thread gathers of a fold, at most."""
+        return max(self.compiled[1], -(-self.cells * self.parts * self.fold_groups // CONSUMERS))
 
     @property
     def _usual_threads(self) -> int:
@@ -289,7 +291,7 @@ def macros_of(tile: Tile, dtype: torch.dtype) -> Macros:
         "OUT_MORE_W": p.output_size[1] - p.input_size[1] * p.stride[1],
         **named_macros(tile, "fold_pitch fold_outs"),
         "WHOLE_OUTS": int(p.out_channels % tile.fold_outs == 0),
-        **named_macros(tile, "fold_turns vector"),
+        **named_macros(tile, "fold_groups fold_turns vector"),
         **geometry_macros(p),
     }
 
