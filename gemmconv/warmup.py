@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from gemmconv import validation
+from gemmconv.ops import volumes
 from gemmconv.ops.autocast import is_autocasting
 from gemmconv.ops.followers import Call, compile_calls
 from gemmconv.ops.schemas import OPERATORS, Options, as_hashable
@@ -104,21 +105,24 @@ def preserve_state(model: nn.Module) -> Iterator[None]:
 
 
 class _CallRecorder(TorchDispatchMode):
-    """Records the arguments of the operator's calls."""
+    """Records the arguments of the operators' calls, on images and on volumes."""
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[Call] = []
+        self.of_volumes: list[tuple[Any, ...]] = []
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if operator is OPERATORS["conv_transpose2d"]:
             tensors = args[:3] if len(args) > 2 else (*args, None)
             self.calls.append((tensors, tuple(Options(*as_hashable(args[3:])))))
+        if operator is volumes.OPERATOR._opoverload:
+            self.of_volumes.append(args)
         return operator(*args, **(kwargs or {}))
 
 
-def _calls_of(model: nn.Module, inputs: Any) -> list[Call]:
-    """The operator's calls in a run without data; empty if the model cannot run so, whose real run compiles then."""
+def _calls_of(model: nn.Module, inputs: Any) -> _CallRecorder:
+    """The operators' calls in a run without data; none if the model cannot run so, whose real run compiles then."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -126,14 +130,16 @@ def _calls_of(model: nn.Module, inputs: Any) -> list[Call]:
     with suppress(Exception), mode, _CallRecorder() as recorder:
         fake: dict[str, Tensor] = {name: mode.from_tensor(tensor) for name, tensor in named.items()}
         torch.func.functional_call(model, fake, tree_map_only(Tensor, mode.from_tensor, inputs))
-        return recorder.calls
-    return []
+        return recorder
+    return _CallRecorder()
 
 
-def _compile(calls: list[Call], backward: bool) -> None:
+def _compile(found: _CallRecorder, backward: bool) -> None:
     """Compile the kernels that calls and their backward passes launch."""
     compilations: list[Future[Any]] = []
-    for future in compile_calls(calls, backward, torch.float32 if is_autocasting("cuda") else None):
+    chosen = compile_calls(found.calls, backward, torch.float32 if is_autocasting("cuda") else None)
+    chosen += [one for call in found.of_volumes if (one := volumes.compile_forward_ahead(*call)) is not None]
+    for future in chosen:
         with suppress(Exception):  # the run of the model raises it
             compilations += [one for _, one in future.result()]
     show_progress([one for one in dict.fromkeys(compilations) if not one.done()])

@@ -42,7 +42,7 @@ def tensors_of(problem, dtype=torch.float32, device="cpu"):
 
 
 @pytest.mark.skipif(emulator.compiler() is None, reason="no C++ compiler (g++ or c++) to emulate with")
-@pytest.mark.parametrize(("problem", "kind"), itertools.product(PROBLEMS, KINDS), ids=str)
+@pytest.mark.parametrize(("problem", "kind"), [*itertools.product(PROBLEMS, KINDS)], ids=str)
 def test_kernel_computes_both_passes_of_volumes(problem, kind, builder, poison):
     dtype, precision, tolerance = kind
     config = Config(problem, dtype, torch.device("cpu"), precision)
@@ -81,7 +81,7 @@ def as_products(monkeypatch):
 
 def test_operator_is_torchs_with_gradients_of_any_order(as_products):
     tensors = [one.requires_grad_() for one in tensors_of(PROBLEMS[0])]
-    torch.library.opcheck(volumes._operator, (*tensors, (2,) * 3, (1,) * 3, (1,) * 3, 1, (1,) * 3, "ieee"))
+    torch.library.opcheck(volumes.OPERATOR, (*tensors, (2,) * 3, (1,) * 3, (1,) * 3, 1, (1,) * 3, "ieee"))
     found, wanted = [], []
     for results, function in ((found, gemmconv.conv_transpose3d), (wanted, torch.conv_transpose3d)):
         output = function(*tensors, **ARGUMENTS)
@@ -170,7 +170,7 @@ def test_prepared_calls_of_a_product(as_products, poison):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("problem", "kind"), itertools.product(PROBLEMS, KINDS), ids=str)
+@pytest.mark.parametrize(("problem", "kind"), [*itertools.product(PROBLEMS, KINDS)], ids=str)
 def test_volumes_match_torch_on_a_gpu(problem, kind, as_products, poison):
     dtype, precision, tolerance = kind
     input, weight, bias = (one.requires_grad_() for one in tensors_of(problem, dtype, "cuda"))

@@ -1,14 +1,17 @@
 """gemmconv.warmup and ``python -m gemmconv warmup``."""
 
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
 import gemmconv
+from gemmconv import rank
 from gemmconv.__main__ import main
-from gemmconv.ops import followers
+from gemmconv.device import named
+from gemmconv.ops import followers, volumes
 
 module = sys.modules["gemmconv.warmup"]  # the function has its name
 
@@ -98,7 +101,7 @@ def test_warmup_finds_the_calls_without_data():
     model, images = Network(), torch.randn(2, 4, 5, 5)
     before = state_of(model)
     with module.preserve_state(model):
-        calls = module._calls_of(model, (images,))
+        calls = module._calls_of(model, (images,)).calls
     assert_same(before, state_of(model))
     (first, options), (second, _) = calls
     assert [tuple(one.shape) for one in first] == [(2, 4, 5, 5), (4, 8, 4, 4), (8,)]
@@ -106,7 +109,24 @@ def test_warmup_finds_the_calls_without_data():
     assert options == ((2, 2), (1, 1), (0, 0), 1, (1, 1), "gemm_col2im", None, None)
     assert second[0].requires_grad
     assert second[2] is None
-    assert module._calls_of(Network(fails=True), (images,)) == []
+    assert module._calls_of(Network(fails=True), (images,)).calls == []
+
+
+def test_warmup_compiles_what_volumes_launch(monkeypatch):
+    """Forward passes of volumes that are one product, whose gradients are torch's."""
+    monkeypatch.setattr(rank, "way_of", lambda *_: "product")
+    layer, asked = gemmconv.ConvTranspose3d(16, 8, 2, 2), []
+    found = module._calls_of(layer, (torch.randn(1, 16, 3, 4, 5),))
+    assert not found.calls
+    (call,) = found.of_volumes
+    assert [tuple(one.shape) for one in call[:3]] == [(1, 16, 3, 4, 5), (16, 8, 2, 2, 2), (8,)]
+    monkeypatch.setattr(volumes, "compile_in_background", lambda key, device, make: asked.append(make()))
+    module._compile(found, backward=True)
+    assert asked[0]() == []  # a CPU launches nothing
+    hopper = volumes.Volume.config
+    monkeypatch.setattr(volumes.Volume, "config", lambda volume: replace(hopper(volume), spec=named("H100")))
+    monkeypatch.setattr(volumes.gemm_mma.GemmMma, "refuses", lambda *_: None)
+    assert [one.source for one in asked[0]()] == ["weights/pack.cu", "conv/gemm_mma.cu"]
 
 
 def test_warmup_compiles_both_passes_of_each_call(monkeypatch):
@@ -114,12 +134,12 @@ def test_warmup_compiles_both_passes_of_each_call(monkeypatch):
     monkeypatch.setattr(followers, "compile_forward_ahead", lambda *call: asked.append(("forward", call)))
     monkeypatch.setattr(followers, "compile_backward_ahead", lambda *call: asked.append(("backward", call[:2])))
     model, images = Network(), torch.randn(2, 4, 5, 5)
-    calls = module._calls_of(model, (images,))
-    module._compile(calls, backward=True)
-    assert asked == [(one, call) for one in ("forward", "backward") for call in calls]
+    found = module._calls_of(model, (images,))
+    module._compile(found, backward=True)
+    assert asked == [(one, call) for one in ("forward", "backward") for call in found.calls]
     asked.clear()
-    module._compile(calls, backward=False)
-    assert asked == [("forward", call) for call in calls]
+    module._compile(found, backward=False)
+    assert asked == [("forward", call) for call in found.calls]
 
 
 def test_warmup_refuses_what_it_cannot_do():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import torch
@@ -13,9 +14,12 @@ from gemmconv.device import DeviceSpec, make_current, spec_of
 from gemmconv.geometry import Problem
 from gemmconv.kernels.base import Config, Precision
 from gemmconv.kernels.conv import gemm_mma
+from gemmconv.kernels.forms import launches
+from gemmconv.kernels.program import Launch, Program
+from gemmconv.ops.ahead import compile_in_background
 from gemmconv.ops.autocast import cast_as_autocast, is_autocasting
 from gemmconv.ops.call_cache import find_or_make, tensor_signature
-from gemmconv.ops.schemas import Tensors
+from gemmconv.ops.schemas import Tensors, as_hashable, without_data
 from gemmconv.selection import torch_precision
 
 Call = Callable[..., Tensor]  # of input, weight, and bias or None
@@ -68,7 +72,7 @@ def conv_transpose3d(
 
     Without a precision each call follows torch's setting, in a compiled graph too.
     """
-    output: Tensor = _operator(input, weight, bias, *problem.geometry, precision)
+    output: Tensor = OPERATOR(input, weight, bias, *problem.geometry, precision)
     return output
 
 
@@ -94,17 +98,22 @@ def prepare(tensors: Tensors, volume: Volume) -> Call:
     return call
 
 
+def _program_of(config: Config) -> Program | None:
+    """The program of a forward pass; None where the kernel cannot serve the layer."""
+    kernel = gemm_mma.KERNEL
+    tile = kernel.tile(config, "forward") if kernel.refuses(config, "forward") is None else None
+    return None if tile is None else kernel.program(config, "forward", tile)
+
+
 def _calls(config: Config) -> tuple[Callable[[], Call], Callable[[], Call]]:
     """Functions that prepare the forward call on contiguous tensors: by the kernel, if it can serve, and by torch."""
-    kernel = gemm_mma.KERNEL
 
     def torchs() -> Call:
         return lambda input, weight, bias: torch.conv_transpose3d(input, weight, bias, *config.problem.geometry)
 
     def ours() -> Call:
-        if kernel.why_not(config, "forward") is not None:
-            return torchs()
-        return kernel.prepare(config, "forward", kernel.tile(config, "forward"))
+        program = _program_of(config)
+        return torchs() if program is None else program.prepare(config.device)
 
     return ours, torchs
 
@@ -114,9 +123,27 @@ def _with_copies(call: Call) -> Call:
     return lambda *tensors: call(*(one if one is None else one.contiguous() for one in tensors))
 
 
+def compile_forward_ahead(input: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> Future[Any] | None:
+    """Compile in the background what a call of the operator launches; see :func:`ahead.compile_in_background`."""
+    *geometry, precision = as_hashable(arguments)
+    rounding = precision or torch_precision(input.dtype, input.device)
+    volume = Volume(_problem(input.shape, weight.shape, *geometry), input.dtype, input.device, rounding)
+
+    def make_launches() -> Callable[[], list[Launch]]:
+        operands = tuple(map(without_data, (input, weight, bias)))
+
+        def list_launches() -> list[Launch]:
+            program = _program_of(volume.config())
+            return [] if program is None else launches(program, operands, volume.device)
+
+        return list_launches
+
+    return compile_in_background(("volume", volume, bias is None), volume.device, make_launches)
+
+
 def _compute(input: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> Tensor:
-    geometry = [one if isinstance(one, int) else tuple(one) for one in arguments[:-1]]
-    rounding: Precision = arguments[-1] or torch_precision(input.dtype, input.device)
+    *geometry, precision = as_hashable(arguments)
+    rounding: Precision = precision or torch_precision(input.dtype, input.device)
     key = "volume", *map(tensor_signature, (input, weight, bias)), *geometry, rounding
 
     def make() -> Call:
@@ -164,6 +191,6 @@ class _Node(torch.autograd.Function):
     backward = staticmethod(_backward)
 
 
-_operator = torch.library.custom_op("gemmconv::conv_transpose3d", _compute, mutates_args=(), schema=_SCHEMA)
-_operator.register_fake(_fake)
-_operator.register_autograd(_backward, setup_context=_save)
+OPERATOR = torch.library.custom_op("gemmconv::conv_transpose3d", _compute, mutates_args=(), schema=_SCHEMA)
+OPERATOR.register_fake(_fake)
+OPERATOR.register_autograd(_backward, setup_context=_save)
