@@ -125,9 +125,7 @@ def _with_copies(call: Call) -> Call:
 
 def compile_forward_ahead(input: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> Future[Any] | None:
     """Compile in the background what a call of the operator launches; see :func:`ahead.compile_in_background`."""
-    *geometry, precision = as_hashable(arguments)
-    rounding = precision or torch_precision(input.dtype, input.device)
-    volume = Volume(_problem(input.shape, weight.shape, *geometry), input.dtype, input.device, rounding)
+    volume = _volume_of(input, weight, *arguments)
 
     def make_launches() -> Callable[[], list[Launch]]:
         operands = tuple(map(without_data, (input, weight, bias)))
@@ -142,17 +140,20 @@ def compile_forward_ahead(input: Tensor, weight: Tensor, bias: Tensor | None, *a
 
 
 def _compute(input: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> Tensor:
-    *geometry, precision = as_hashable(arguments)
-    rounding: Precision = precision or torch_precision(input.dtype, input.device)
-    key = "volume", *map(tensor_signature, (input, weight, bias)), *geometry, rounding
+    volume = _volume_of(input, weight, *arguments)
 
     def make() -> Call:
-        volume = Volume(_problem(input.shape, weight.shape, *geometry), input.dtype, input.device, rounding)
-        return _with_copies(with_fallback(input.device, *_calls(volume.config())))
+        return _with_copies(with_fallback(volume.device, *_calls(volume.config())))
 
     with make_current(input.device):
-        output: Tensor = find_or_make(key, make)(input, weight, bias)
+        output: Tensor = find_or_make((volume, tensor_signature(bias)), make)(input, weight, bias)
         return output
+
+
+def _volume_of(input: Tensor, weight: Tensor, *arguments: Any) -> Volume:
+    *geometry, precision = as_hashable(arguments)
+    problem = _problem(input.shape, weight.shape, *geometry)
+    return Volume(problem, input.dtype, input.device, precision or torch_precision(input.dtype, input.device))
 
 
 def _problem(input: Sequence[int], weight: Sequence[int], *geometry: Any) -> Problem:
