@@ -260,16 +260,6 @@ def test_conv_transpose2d_of_one_image_needs_no_batch_dimension(case, algorithm,
     reference.assert_close(one.input.grad, expected(case, torch.float64).input_grad[0], torch.float64)
 
 
-@by_algorithm
-def test_conv_transpose2d_of_an_image_does_not_depend_on_its_batch(algorithm, device):
-    case = FEW_CASES[0]
-    data = sample(case, torch.float64, device)
-    whole = call(data, case, algorithm)
-    for n in range(case.batch):
-        alone = call(replace(data, input=data.input[n : n + 1]), case, algorithm)
-        reference.assert_close(alone, whole[n : n + 1], torch.float64)
-
-
 # Workspace
 
 WORKSPACE_CASES = [

@@ -75,15 +75,6 @@ def test_module_state_dict_goes_both_ways(args, kwargs):
     torch.testing.assert_close(back(images), theirs(images))
 
 
-def test_module_state_dict_survives_a_weights_only_file():
-    ours = gemmconv.ConvTranspose2d(3, 4, 3, algorithm="native", precision="ieee")
-    file = io.BytesIO()
-    torch.save(ours.state_dict(), file)
-    file.seek(0)
-    loaded = torch.load(file, weights_only=True)
-    torch.nn.ConvTranspose2d(3, 4, 3).load_state_dict(loaded)
-
-
 @pytest.mark.parametrize("more", [(), ([7, 8],)], ids=["", "output_size"])
 def test_module_with_a_parametrization_computes_it_once_a_call(more):
     ours = torch.nn.utils.parametrizations.spectral_norm(gemmconv.ConvTranspose2d(3, 4, 3))
