@@ -34,7 +34,7 @@ from gemmconv.ops import call_cache
 from gemmconv.runtime import cublas, executor, launch, tensor_map
 from tests import executor_checks, reference
 from tests.cases import Case
-from tests.samples import Sample, channels_last, expected, problem_of, sample
+from tests.samples import Sample, arguments_of, channels_last, expected, problem_of, sample
 from tests.test_kernels import PASSES, RUNS, usual
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -166,16 +166,6 @@ def programs(monkeypatch):
     tensor_map.encode.cache_clear()
 
 
-def call_all_ways(call, direction, data, arrange):
-    """A call on tensors of one format; what comes out is what happened to be in memory."""
-    input, weight, grad_output = arrange(data.input), arrange(data.weight), arrange(data.grad_output)
-    if direction == "forward":
-        call(input, weight, data.bias)
-        call(input, weight, None)
-    else:
-        call(grad_output, *{"input_grad": (weight,), "weight_grad": (input,), "grads": (input, weight)}[direction])
-
-
 @needs_compiler
 @pytest.mark.parametrize("operation", [*ONE_OF_EACH, "gemm_col2im"])
 def test_both_executors_ask_for_the_same(operation, programs, checked, tmp_path):
@@ -189,9 +179,12 @@ def test_both_executors_ask_for_the_same(operation, programs, checked, tmp_path)
     else:
         run = ONE_OF_EACH[operation]
         calls.append((run.prepare(), run.direction, sample(run.case, run.dtype, "cpu")))
-    for call, direction, data in calls:
+    for call, direction, data in calls:  # what comes out is what happened to be in memory
         for arrange in (torch.Tensor.contiguous, channels_last):
-            call_all_ways(call, direction, data, arrange)
+            arguments = arguments_of(direction, data, arrange)
+            call(*arguments)
+            if direction == "forward":
+                call(*arguments[:2], None)
     assert all(lines for *_, answer, lines in programs if answer == 0)
     (tmp_path / "programs").write_bytes(pickle.dumps(programs))
     checked("python_asks_for_the_same", tmp_path / "programs")

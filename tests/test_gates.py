@@ -9,7 +9,7 @@ pytest.importorskip("benchmarks", reason="the benchmarks are not part of the pac
 
 from benchmarks.workloads import SUITES, select
 from gemmconv.algorithms import KERNELS
-from tests import emulator
+from tests import emulator, samples
 from tests.gates import choices, kernels, modes, tiles
 
 SOURCE = """
@@ -142,7 +142,7 @@ def test_a_tile_to_watch_is_checked(builder, monkeypatch):
     pick = next(pick for pick in tiles.picks(1) if (pick.kernel.name, pick.direction) == ("gemm_col2im", "forward"))
     with emulator.install(builder):
         tiles.check(pick, "cpu")
-        right = tiles.expected(pick.case, pick.config.dtype)
-        monkeypatch.setattr(tiles, "expected", lambda *_: SimpleNamespace(output=1.0 + right.output))
+        right = samples.expected(pick.case, pick.config.dtype)
+        monkeypatch.setattr(samples, "expected", lambda *_: SimpleNamespace(output=1.0 + right.output))
         with pytest.raises(AssertionError, match="relative error"):
             tiles.check(pick, "cpu")
