@@ -3,8 +3,6 @@
 import contextlib
 import gc
 import math
-import subprocess
-import sys
 import threading
 import time
 from dataclasses import replace
@@ -17,6 +15,7 @@ from gemmconv.algorithms import ALGORITHMS, Config, direct
 from gemmconv.selection import choose_gradients
 from tests import reference
 from tests.cases import CASES, FEW_CASES, Case
+from tests.processes import output_of
 from tests.samples import Sample, conv_precision, expected, problem_of, sample
 
 pytestmark = pytest.mark.gpu
@@ -548,13 +547,7 @@ print("done")
 )
 def test_precision_settings_of_either_api_are_read_and_never_written(setting):
     """In a new process each: torch raises where its old and its new settings are mixed."""
-    run_python(SETTINGS_SCRIPT.format(setting=setting))
-
-
-def run_python(code):
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
-    assert result.returncode == 0, result.stderr[-3000:]
-    assert result.stdout.strip().endswith("done")
+    assert output_of(SETTINGS_SCRIPT.format(setting=setting)).endswith("done\n")
 
 
 # Autocast
