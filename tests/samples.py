@@ -2,8 +2,9 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -117,6 +118,22 @@ def arguments_of(direction: Pass, data: Sample, arrange: Arrange = torch.Tensor.
         "weight_grad": (grad_output, input),
         "grads": (grad_output, input, weight),
     }[direction]
+
+
+def step(data: Sample, case: Case, **options: Any) -> list[torch.Tensor]:
+    """Return output and all gradients of one forward and backward pass; skip the test where the layer is refused."""
+    leaves = data.leaves()
+    try:
+        output = gemmconv.conv_transpose2d(leaves.input, leaves.weight, leaves.bias, **case.parameters, **options)
+    except NotImplementedError as refusal:
+        pytest.skip(str(refusal))
+    grads = torch.autograd.grad(output, [leaves.input, leaves.weight, leaves.bias], data.grad_output)
+    return [output.detach(), *grads]
+
+
+def assert_same_bits(actual: Iterable[torch.Tensor], wanted: Iterable[torch.Tensor]) -> None:
+    for one, other in zip(actual, wanted, strict=True):
+        assert torch.equal(one.cpu(), other.cpu())
 
 
 def assert_right(results: torch.Tensor | tuple[torch.Tensor, ...], direction: Pass, case: Case, config: Config) -> None:

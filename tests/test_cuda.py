@@ -16,7 +16,7 @@ from gemmconv.selection import choose_gradients
 from tests import reference
 from tests.cases import CASES, FEW_CASES, Case
 from tests.processes import output_of
-from tests.samples import Sample, conv_precision, expected, problem_of, sample
+from tests.samples import Sample, assert_same_bits, conv_precision, expected, problem_of, sample, step
 
 pytestmark = pytest.mark.gpu
 
@@ -28,24 +28,6 @@ by_few_cases = pytest.mark.parametrize("case", FEW_CASES, ids=lambda case: case.
 
 LAYER = Case(8, 32, 16, (28, 30), (4, 4), (2, 2), (1, 1))
 GIB = 2**30
-
-
-def step(data, case, **options):
-    """Return output and all gradients of one forward and backward pass."""
-    leaves = data.leaves()
-    try:
-        output = gemmconv.conv_transpose2d(leaves.input, leaves.weight, leaves.bias, **case.parameters, **options)
-    except NotImplementedError as refusal:
-        pytest.skip(str(refusal))
-    return [
-        output,
-        *torch.autograd.grad(output, [leaves.input, leaves.weight, leaves.bias], data.grad_output),
-    ]
-
-
-def assert_same_bits(actual, wanted):
-    for one, other in zip(actual, wanted, strict=True):
-        assert torch.equal(one, other)
 
 
 def assert_same_numbers(actual, wanted):

@@ -32,9 +32,9 @@ from gemmconv.kernels import bind
 from gemmconv.kernels.base import Config
 from gemmconv.ops import call_cache
 from gemmconv.runtime import cublas, executor, launch, tensor_map
-from tests import executor_checks, reference
+from tests import executor_checks, reference, samples
 from tests.cases import Case
-from tests.samples import Sample, arguments_of, channels_last, expected, problem_of, sample
+from tests.samples import Sample, arguments_of, assert_same_bits, channels_last, expected, problem_of, sample
 from tests.test_kernels import PASSES, RUNS, usual
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -228,25 +228,13 @@ def in_both(request):
 
 
 def step(data, algorithm, precision="ieee"):
-    """The output and all gradients."""
-    leaves = data.leaves()
-    more = CASES[algorithm].parameters | {"algorithm": algorithm, "precision": precision}
-    try:
-        output = gemmconv.conv_transpose2d(leaves.input, leaves.weight, leaves.bias, **more)
-    except NotImplementedError as refusal:  # on other GPUs than Hopper's
-        pytest.skip(str(refusal))
-    grads = torch.autograd.grad(output, [leaves.input, leaves.weight, leaves.bias], data.grad_output)
-    return [output.detach(), *grads]
+    """The output and all gradients; on other GPUs than Hopper's some are refused."""
+    return samples.step(data, CASES[algorithm], algorithm=algorithm, precision=precision)
 
 
 def sample_of(algorithm, kind="ieee", device="cuda", arrange=torch.Tensor.contiguous):
     data = sample(CASES[algorithm], KINDS[kind][0], device)
     return Sample(arrange(data.input), arrange(data.weight), data.bias, arrange(data.grad_output))
-
-
-def assert_same_bits(actual, wanted):
-    for one, other in zip(actual, wanted, strict=True):
-        assert torch.equal(one.cpu(), other.cpu())
 
 
 def needs_exchange():

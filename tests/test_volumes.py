@@ -27,14 +27,8 @@ ARGUMENTS = {"stride": 2, "padding": 1, "output_padding": 1}
 
 
 def geometry_of(problem):
-    p = problem
-    return {
-        "stride": p.stride,
-        "padding": p.padding,
-        "output_padding": p.output_padding,
-        "groups": p.groups,
-        "dilation": p.dilation,
-    }
+    names = "stride", "padding", "output_padding", "groups", "dilation"
+    return {name: getattr(problem, name) for name in names}
 
 
 def tensors_of(problem, dtype=torch.float32, device="cpu"):
