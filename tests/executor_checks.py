@@ -18,6 +18,8 @@ import sys
 import threading
 from pathlib import Path
 
+from tests.processes import in_threads
+
 FAKE = 700  # CUDA_ERROR_FAKE
 WIDE = 2**63 + 8  # an address that is no long long
 GRID, BLOCK = (1, 2, 3), (4, 5, 6)
@@ -112,15 +114,6 @@ def failing(name, status=FAKE):
     DRIVER.fail(name.encode(), status)
     yield
     DRIVER.fail(b"", 0)
-
-
-def in_threads(*works):
-    """Do some work at once, each piece of it in a thread of its own."""
-    threads = [threading.Thread(target=work) for work in works]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
 
 
 def keeps_no_memory(held, work, few, many):

@@ -1,9 +1,10 @@
-"""Processes of their own for tests. What runs in them imports nothing else of the tests."""
+"""Processes and threads for tests. What runs in such a process imports nothing else of the tests."""
 
 import hashlib
 import os
 import subprocess
 import sys
+import threading
 import warnings
 from pathlib import Path
 
@@ -22,6 +23,16 @@ def output_of(code: str, timeout: float = 300, **environment: str) -> str:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
+
+
+def in_threads(*works):
+    """Do some work at once, each piece of it in a thread of its own, none of which may hang."""
+    threads = [threading.Thread(target=work, daemon=True) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=120)
+        assert not thread.is_alive(), "a thread hangs"
 
 
 def compile_into(folder, kernels, start, results):

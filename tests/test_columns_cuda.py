@@ -20,7 +20,7 @@ from gemmconv.kernels.columns import products
 from gemmconv.kernels.program import Zero
 
 pytestmark = [
-    pytest.mark.skipif(emulator.compiler() is None, reason="no C++ compiler (g++ or c++) to emulate with"),
+    emulator.needs_compiler,
     pytest.mark.filterwarnings("ignore:gemm_col2im. workspace_limit:RuntimeWarning"),
 ]
 

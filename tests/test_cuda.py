@@ -1,6 +1,7 @@
 """What only a GPU can show: graphs, streams, threads, huge tensors, memory, float32 precision."""
 
 import contextlib
+import functools
 import gc
 import math
 import threading
@@ -15,7 +16,7 @@ from gemmconv.algorithms import ALGORITHMS, Config, direct
 from gemmconv.selection import choose_gradients
 from tests import reference
 from tests.cases import CASES, FEW_CASES, Case
-from tests.processes import output_of
+from tests.processes import in_threads, output_of
 from tests.samples import Sample, assert_same_bits, conv_precision, expected, problem_of, sample, step
 
 pytestmark = pytest.mark.gpu
@@ -176,11 +177,7 @@ def test_module_may_be_called_by_several_threads_at_once(algorithm):
             torch.cuda.current_stream().synchronize()
             results[number] = [output.detach(), *grads]
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(*(functools.partial(work, number) for number in range(4)))
     assert sorted(results) == [0, 1, 2, 3]
     for number in (1, 2, 3):
         assert_same_bits(results[number], results[0])

@@ -34,6 +34,7 @@ from gemmconv.ops import call_cache
 from gemmconv.runtime import cublas, executor, launch, tensor_map
 from tests import executor_checks, reference, samples
 from tests.cases import Case
+from tests.processes import in_threads
 from tests.samples import Sample, arguments_of, assert_same_bits, channels_last, expected, problem_of, sample
 from tests.test_kernels import PASSES, RUNS, usual
 
@@ -252,7 +253,7 @@ def test_zeros_come_first_in_a_thread_that_has_called_nothing_of_cuda(in_both):
     """As in a backward pass's."""
     memory, answers = torch.ones(1024, dtype=torch.uint8, device="cuda"), []
     run, address = executor.prepare(GPU, [1], [executor.Zero((0, 0), 1024)]).run, memory.data_ptr()
-    executor_checks.in_threads(lambda: answers.append(run(address)))
+    in_threads(lambda: answers.append(run(address)))
     assert answers == [0]
     assert not memory.any()
 
@@ -371,7 +372,7 @@ def test_threads_run_one_program_on_their_streams(algorithm, in_both):
                     wrong.append(i)
                 done[i] += 1
 
-    executor_checks.in_threads(*(functools.partial(work, i) for i in range(2)))
+    in_threads(*(functools.partial(work, i) for i in range(2)))
     assert not wrong
     assert min(done) > 10
 

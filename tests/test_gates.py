@@ -136,7 +136,7 @@ def test_tiles_to_watch_are_of_every_kernel_and_pass():
     assert [*map(str, tiles.picks(1, 5))] == [*map(str, tiles.picks(1, 5))] != [*map(str, tiles.picks(1))]
 
 
-@pytest.mark.skipif(emulator.compiler() is None, reason="no C++ compiler (g++ or c++) to emulate with")
+@emulator.needs_compiler
 def test_a_tile_to_watch_is_checked(builder, monkeypatch):
     pytest.importorskip("cuda.core", reason="loading kernels needs the cuda-core package")
     pick = next(pick for pick in tiles.picks(1) if (pick.kernel.name, pick.direction) == ("gemm_col2im", "forward"))

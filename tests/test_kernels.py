@@ -63,7 +63,7 @@ from gemmconv.kernels.sm90.implicit_gemm_plan import PAIR_BLOCKS, Plan
 from gemmconv.kernels.weights import pack
 from gemmconv.runtime import launch
 
-pytestmark = pytest.mark.skipif(emulator.compiler() is None, reason="no C++ compiler (g++ or c++) to emulate with")
+pytestmark = emulator.needs_compiler
 
 CPU = torch.device("cpu")
 EXAMPLES = settings.default.max_examples

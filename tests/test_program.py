@@ -29,8 +29,6 @@ from tests import emulator, reference
 from tests.cases import Case
 from tests.samples import expected, problem_of, sample
 
-needs_compiler = pytest.mark.skipif(emulator.compiler() is None, reason="no C++ compiler (g++ or c++) to emulate with")
-
 
 def test_params_lie_as_ctypes_lays_them_out():
     spec = TensorMapSpec("a", 2, (1, 1, 1, 1), (16, 16, 16), (1, 1, 1, 1))
@@ -68,7 +66,7 @@ def test_a_program_can_return_zeros_of_the_strides_that_they_promise():
 GPU = torch.device("cuda", 0)  # what is configured for; every tensor is in the memory of the CPU
 
 
-@needs_compiler
+@emulator.needs_compiler
 @pytest.mark.parametrize("at_once", [False, True], ids=["one_by_one", "at_once"])
 @pytest.mark.parametrize("layout", ["channels_last", "via_channels_last"])
 def test_a_backward_pass_transposes_each_tensor_once(at_once, layout, builder, poison):

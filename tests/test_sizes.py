@@ -25,7 +25,6 @@ HALF, BFLOAT16, IEEE, TF32 = (
     *((torch.float16, "ieee"), (torch.bfloat16, "ieee")),
     *((torch.float32, "ieee"), (torch.float32, "tf32")),
 )
-emulated = pytest.mark.skipif(emulator.compiler() is None, reason="no C++ compiler (g++ or c++) to emulate with")
 
 
 def around(layer):
@@ -185,7 +184,7 @@ def of_kernel(algorithm, kernel, direction):
             return
 
 
-@emulated
+@emulator.needs_compiler
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("algorithm", "kernel", "direction"),
@@ -268,7 +267,7 @@ def few_blocks(operation):
     return 3 if PASSES[operation][0].startswith("sm90") else None
 
 
-@emulated
+@emulator.needs_compiler
 @pytest.mark.parametrize(
     ("layer", "images", "suits", "like"),
     [

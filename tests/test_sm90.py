@@ -21,8 +21,7 @@ from tests import (
     test_implicit_gemm,
     test_implicit_gemm_nhwc,
     test_pixels_on_m,
-    test_wgrad_nchw,
-    test_wgrad_nhwc,
+    test_wgrad,
 )
 from tests.samples import config_of
 
@@ -256,8 +255,8 @@ TILES = {  # of each kernel, what runs a test on many of its tiles
     "gemm_depth_to_space": test_pixels_on_m.each_shuffle,
     "implicit_gemm": test_implicit_gemm.each_plan,
     "implicit_gemm_nhwc": test_implicit_gemm_nhwc.each_tile,
-    "wgrad_nchw": test_wgrad_nchw.each_tile,
-    "wgrad_nhwc": test_wgrad_nhwc.each_tile,
+    "wgrad_nchw": test_wgrad.each_nchw,
+    "wgrad_nhwc": test_wgrad.each_nhwc,
 }
 
 

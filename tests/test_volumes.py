@@ -36,7 +36,7 @@ def tensors_of(problem, dtype=torch.float32, device="cpu"):
     return [torch.randn(shape, dtype=torch.float64).to(device, dtype) for shape in shapes]
 
 
-@pytest.mark.skipif(emulator.compiler() is None, reason="no C++ compiler (g++ or c++) to emulate with")
+@emulator.needs_compiler
 @pytest.mark.parametrize(("problem", "kind"), itertools.product(PROBLEMS, KINDS), ids=str)
 def test_kernel_computes_both_passes_of_volumes(problem, kind, builder, poison):
     dtype, precision, tolerance = kind
