@@ -137,11 +137,7 @@ def launches_have_their_shape():
         one = program(launch(b"\1\2\3", overlaps=overlaps))
         said()
         assert one.run(WIDE, 0) == 0
-        assert said() == [
-            "push 1043",
-            f"launch 70003 {GRID} {BLOCK} 7 {WIDE:x}{attribute} 010203",
-            "pop",
-        ]
+        assert said() == ["push 1043", f"launch 70003 {GRID} {BLOCK} 7 {WIDE:x}{attribute} 010203", "pop"]
 
 
 @check
@@ -292,21 +288,8 @@ def bad_programs_are_refused():
         *(launch(params, (), ((at, 0, 0, *MAP),)) for at in (129, 192, 256, -128, -1, 2**32 - 128, 2**32 - 64)),
         *(launch(params, ((0, index, 0),)) for index in (-1, 32)),
         *(launch(params, (), ((0, index, 0, *MAP),)) for index in (-1, 32)),
-        *(
-            (),
-            (3,),
-            (-1,),
-            (2**32,),
-            (2**64,),
-            ("0",),
-            (None,),
-            [2, 0, 0, 1],
-            None,
-            2,
-            "200",
-            (2, 0, 0),
-            (2, 0, 0, 1, 1),
-        ),
+        *((), (3,), (-1,), (2**32,), (2**64,), ("0",), (None,), None, 2, "200"),
+        *([2, 0, 0, 1], (2, 0, 0), (2, 0, 0, 1, 1)),
         *(launch()[:-1], (*launch(), ()), launch(pointers=[]), launch(maps=None), launch(pointers=(None,))),
     ]
     for step in bad:

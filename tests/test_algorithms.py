@@ -39,14 +39,8 @@ def _torch_precision(request):
 def call(data, case, algorithm, *, bias=True, **options):
     """Call conv_transpose2d, or skip the test with the algorithm's own reason for refusing."""
     try:
-        return gemmconv.conv_transpose2d(
-            data.input,
-            data.weight,
-            data.bias if bias else None,
-            algorithm=algorithm,
-            **case.parameters,
-            **options,
-        )
+        tensors = data.input, data.weight, data.bias if bias else None
+        return gemmconv.conv_transpose2d(*tensors, algorithm=algorithm, **case.parameters, **options)
     except NotImplementedError as refusal:
         pytest.skip(str(refusal))
 

@@ -282,13 +282,6 @@ def test_fake_output_has_the_strides_of_the_real_one(case, changed, layout, devi
     assert (fake.shape, fake.stride(), fake.dtype) == (real.shape, real.stride(), real.dtype)
 
 
-def test_conv_transpose2d_runs_on_meta_tensors():
-    data = sample(CASE, torch.float16, "meta")
-    output = gemmconv.conv_transpose2d(data.input, data.weight, data.bias, **CASE.parameters)
-    assert output.device.type == "meta"
-    assert (output.shape, output.dtype) == (data.grad_output.shape, torch.float16)
-
-
 # Autocast
 
 

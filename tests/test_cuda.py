@@ -301,14 +301,8 @@ def input_grad_of_rows(grad_output, w, case, first):
         padded = torch.nn.functional.pad(grad_output, (0, 0, 0, case.padding[0]))
         padded = padded[:, :, : padded.shape[2] - case.output_padding[0]]
         padded = padded[:, :, (padded.shape[2] - reach) % case.stride[0] :]
-    return torch.nn.functional.conv2d(
-        padded,
-        w,
-        stride=case.stride,
-        padding=(0, case.padding[1]),
-        dilation=case.dilation,
-        groups=case.groups,
-    )
+    padding = 0, case.padding[1]
+    return torch.nn.functional.conv2d(padded, w, None, case.stride, padding, case.dilation, case.groups)
 
 
 # Memory

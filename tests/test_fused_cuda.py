@@ -108,7 +108,6 @@ NUMERICS = {
     "bfloat16": (torch.bfloat16, "ieee"),
 }
 FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
-DIRECTIONS = ("forward", "input_grad")
 
 
 def kind_of(plan):

@@ -92,9 +92,7 @@ def test_output_size_matches_the_last_scattered_position(problem):
 def test_output_size_matches_torch(case):
     problem = problem_of(case)
     output = torch.nn.functional.conv_transpose2d(
-        torch.empty(case.input_shape, device="meta"),
-        torch.empty(case.weight_shape, device="meta"),
-        **case.parameters,
+        *(torch.empty(shape, device="meta") for shape in (case.input_shape, case.weight_shape)), **case.parameters
     )
     assert problem.output_shape == output.shape
     assert problem.output_size == case.output_size

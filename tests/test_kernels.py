@@ -31,14 +31,7 @@ from tests.cases import (
     TILED_CASES,
     Case,
 )
-from tests.samples import (
-    channels_last,
-    expected,
-    offset,
-    offset_channels_last,
-    problem_of,
-    sample,
-)
+from tests.samples import channels_last, expected, offset, offset_channels_last, problem_of, sample
 from tests.test_direct_forward_mma import wide_problems
 from tests.test_implicit_gemm import random_plan
 
@@ -55,9 +48,7 @@ from gemmconv.kernels.direct import grads_mma as direct_grads_mma
 from gemmconv.kernels.direct import weight_grad as direct_weight_grad
 from gemmconv.kernels.phases import cells_of
 from gemmconv.kernels.program import At, Operand, Output, Program
-from gemmconv.kernels.sm90 import (
-    gemm_fold_narrow,
-)
+from gemmconv.kernels.sm90 import gemm_fold_narrow
 from gemmconv.kernels.sm90.implicit_gemm_choice import plans_of
 from gemmconv.kernels.sm90.implicit_gemm_plan import PAIR_BLOCKS, Plan
 from gemmconv.kernels.weights import pack
@@ -743,13 +734,7 @@ LINES_RUNS = [
     for i, case in enumerate(LINES_CASES)
     for j, choice in enumerate((None, 37 * i, 101 * i + 59, 211 * i + 307))
 ]
-some_are_slow(
-    LINES_RUNS,
-    4,
-    lambda run: run.tile.size[2] % 8 or 1 < run.tile.taps_w.boxes < run.tile.taps_w.taps,
-)
-
-
+some_are_slow(LINES_RUNS, 4, lambda run: run.tile.size[2] % 8 or 1 < run.tile.taps_w.boxes < run.tile.taps_w.taps)
 LINES = replace(LINES_RUNS[0], case=Case(1, 64, 64, (20, 64), (3, 3), (1, 1), (1, 1)), multiprocessors=0)
 SHARED_BOXES = run_of(
     *("fused_weight_grad_lines", LINES_CASES[1], lambda tile: 1 < tile.taps_w.boxes < tile.taps_w.taps),
@@ -1693,10 +1678,7 @@ KINDS = {
 def test_emulator_notices_a_mistake(mistake, builder, poison):
     run, edit, message = MISTAKES[mistake]
     poison("cpu")
-    with (
-        emulator.install(builder, edit),
-        pytest.raises((AssertionError, RuntimeError), match=message),
-    ):
+    with emulator.install(builder, edit), pytest.raises((AssertionError, RuntimeError), match=message):
         run.check(run.prepare())
 
 
