@@ -48,43 +48,11 @@ def quoted(text, kind):
     return [line for block in blocks(text, "text") for line in block.splitlines() if kind in line]
 
 
-def errors():
-    """Return the errors that documents quote, as they are raised."""
-    images, weight = torch.zeros(1, 4, 5, 5), torch.zeros(4, 2, 3, 3)
-    raised = []
-    for call in (
-        lambda: gemmconv.conv_transpose2d(images, weight, stride=2, output_padding=2),
-        lambda: gemmconv.conv_transpose2d(images.cfloat(), weight.cfloat(), algorithm="gemm_col2im"),
-    ):
-        with pytest.raises(RuntimeError) as caught:
-            call()
-        raised.append(f"{caught.type.__name__}: {caught.value}")
-    return raised
-
-
-def warning_of_an_old_driver(monkeypatch):
-    """Return the warnings that documents quote, as they are given."""
-    monkeypatch.setattr(torch.version, "hip", None)
-    monkeypatch.setattr(available, "importlib", SimpleNamespace(import_module=lambda name: None))
-    monkeypatch.setattr(available, "_versions", lambda: ((13, 0), frozenset({90}), (12, 4)))
-    monkeypatch.setattr(fallback, "_warned", set())
-    with pytest.warns(RuntimeWarning) as caught:
-        fallback.warn_once(available.what_is_missing((9, 0)))
-    return [f"RuntimeWarning: {one.message}" for one in caught]
-
-
 def named_files(text):
     """The paths that a text links to, those that begin with a folder of the tree, and those of code."""
     found = set(re.findall(r"\]\((?!https?:|#)([^)#]+)", text))
     found |= set(re.findall(r"(?<![\w./-])(?:gemmconv|csrc|tests|benchmarks)/[\w./-]*\w", text))
     return found | set(re.findall(r"(?<![\w./-])[\w-][\w./-]*\.(?:py|cuh?)\b", text))
-
-
-def missing_files(document):
-    """Return the files that a document names and that do not exist: beside it, in the tree, or as kernels' sources."""
-    places = ROOT, document.parent, ROOT / "csrc"
-    names = named_files(document.read_text(encoding="utf-8"))
-    return [name for name in sorted(names) if not any((place / name).exists() for place in places)]
 
 
 @pytest.mark.parametrize(("page", "snippet"), SNIPPETS, ids=[f"{page}-{i}" for i, (page, _) in enumerate(SNIPPETS)])
@@ -166,7 +134,11 @@ def anchors(text):
 
 @pytest.mark.parametrize("page", [*PAGES, "../benchmarks/README.md"])
 def test_docs_name_files_that_exist(page):
-    assert missing_files((DOCS / page).resolve()) == []
+    """Beside the page, in the tree, or as kernels' sources."""
+    path = (DOCS / page).resolve()
+    places = ROOT, path.parent, ROOT / "csrc"
+    names = named_files(path.read_text(encoding="utf-8"))
+    assert [name for name in sorted(names) if not any((place / name).exists() for place in places)] == []
 
 
 def test_named_files_finds_links_paths_and_sources():
@@ -178,10 +150,28 @@ def test_readme_is_read_in_three_minutes():
     assert len(PAGES[README].splitlines()) <= 160
 
 
-def test_docs_quote_the_errors_and_the_warning(monkeypatch):
-    text = PAGES["guide/troubleshooting.md"]
-    assert errors() == quoted(text, "Error: ")
-    assert warning_of_an_old_driver(monkeypatch) == quoted(text, "RuntimeWarning: ")
+def test_docs_quote_the_errors_as_they_are_raised():
+    images, weight = torch.zeros(1, 4, 5, 5), torch.zeros(4, 2, 3, 3)
+    raised = []
+    for call in (
+        lambda: gemmconv.conv_transpose2d(images, weight, stride=2, output_padding=2),
+        lambda: gemmconv.conv_transpose2d(images.cfloat(), weight.cfloat(), algorithm="gemm_col2im"),
+    ):
+        with pytest.raises(RuntimeError) as caught:
+            call()
+        raised.append(f"{caught.type.__name__}: {caught.value}")
+    assert raised == quoted(PAGES["guide/troubleshooting.md"], "Error: ")
+
+
+def test_docs_quote_the_warning_of_an_old_driver_as_it_is_given(monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(available, "importlib", SimpleNamespace(import_module=lambda name: None))
+    monkeypatch.setattr(available, "_versions", lambda: ((13, 0), frozenset({90}), (12, 4)))
+    monkeypatch.setattr(fallback, "_warned", set())
+    with pytest.warns(RuntimeWarning) as caught:
+        fallback.warn_once(available.what_is_missing((9, 0)))
+    warnings = [f"RuntimeWarning: {one.message}" for one in caught]
+    assert warnings == quoted(PAGES["guide/troubleshooting.md"], "RuntimeWarning: ")
 
 
 def test_troubleshooting_has_every_message():
