@@ -48,8 +48,8 @@ def takes(kernel, config, direction):
 K4S2P1 = Problem(1, 64, 64, 1, (512, 512), (4, 4), (2, 2), (1, 1))
 FEW_CHANNELS = replace(LAYERS["pose3"], in_channels=64, out_channels=32, input_size=(512, 512))
 # Kernel, type, format; layers that it is faster for than others, with the bytes of their packed weights. In 16 bits,
-# gemm_fold_rows was measured to take 1097 us and implicit_gemm 1197 for kb57, 838 and 911 for kb69, 208 and 292 for kb71,
-# 309 and 423 for K4S2P1; but 632 and 585 for kb65, 57 and 13 for hifigan4.
+# gemm_fold_rows was measured to take 1097 us and implicit_gemm 1197 for kb57, 838 and 911 for kb69, 208 and 292 for
+# kb71, 309 and 423 for K4S2P1; but 632 and 585 for kb65, 57 and 13 for hifigan4.
 FORWARD = [
     ("gemm_fold_narrow", HALF, NCHW, {DCGAN5: 0}),
     ("implicit_gemm", HALF, NCHW, {replace(DCGAN5, out_channels=16): 98_304, "kb65": 172_032, "hifigan4": 24_576}),
