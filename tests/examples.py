@@ -1,28 +1,34 @@
-"""Tests that share the examples of a hypothesis strategy, where to draw them takes longer than to look at them."""
+"""Tests that share the examples of hypothesis strategies, where to draw them takes longer than to look at them."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis.strategies import SearchStrategy
+from hypothesis import HealthCheck, Phase, assume, given, settings
+from hypothesis import strategies as st
 
 Test = Callable[[Any], None]
 
 
-def each_of(strategy: SearchStrategy[Any]) -> Callable[[Test], Callable[[], None]]:
-    """Run tests on examples of a strategy, as many as hypothesis would draw for each of them; all on the same ones."""
+def any_of(draw: Callable[..., Any], found: Iterable[Any]) -> Any:
+    """Any of what was found for an example, which does not count where that is nothing."""
+    assume(found := [*found])
+    return found[draw(st.integers(0, 10_000)) % len(found)]
+
+
+def each_of(*strategies: st.SearchStrategy[Any]) -> Callable[[Test], Callable[[], None]]:
+    """Run tests on examples of each strategy, as many as hypothesis would draw for a test; all on the same ones."""
 
     @functools.cache
     def examples() -> list[Any]:
         found = []
 
         @settings(phases=[Phase.generate], database=None, suppress_health_check=[*HealthCheck])
-        @given(strategy)
         def draw(example: Any) -> None:
             found.append(example)
 
-        draw()
+        for strategy in strategies:
+            given(strategy)(draw)()
         return found
 
     def decorate(test: Test) -> Callable[[], None]:

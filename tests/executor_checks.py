@@ -18,6 +18,8 @@ import sys
 import threading
 from pathlib import Path
 
+from tests.processes import in_threads
+
 FAKE = 700  # CUDA_ERROR_FAKE
 WIDE = 2**63 + 8  # an address that is no long long
 GRID, BLOCK = (1, 2, 3), (4, 5, 6)
@@ -56,10 +58,12 @@ def executor():
 def driver():
     library = ctypes.CDLL("libcuda.so.1")
     library.said.restype = ctypes.c_char_p
-    counts = "calls_with_lock", "contexts_retained", "contexts_pushed", "kernels_launched", "most_at_once"
-    for name in (*counts, "graphs_there", "replays_there", "graphs_at_once", "asked_of_stream", "replays_in_flight"):
-        getattr(library, name).restype = ctypes.c_long
     return library
+
+
+def count(name):
+    """What the driver has counted."""
+    return ctypes.c_long.in_dll(DRIVER, name).value
 
 
 def said():
@@ -114,15 +118,6 @@ def failing(name, status=FAKE):
     DRIVER.fail(b"", 0)
 
 
-def in_threads(*works):
-    """Do some work at once, each piece of it in a thread of its own."""
-    threads = [threading.Thread(target=work) for work in works]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-
 def keeps_no_memory(held, work, few, many):
     """That work, after a few rounds, leaves no references to what is held, and takes no memory, in many."""
     work(*few)
@@ -144,11 +139,7 @@ def launches_have_their_shape():
         one = program(launch(b"\1\2\3", overlaps=overlaps))
         said()
         assert one.run(WIDE, 0) == 0
-        assert said() == [
-            "push 1043",
-            f"launch 70003 {GRID} {BLOCK} 7 {WIDE:x}{attribute} 010203",
-            "pop",
-        ]
+        assert said() == ["push 1043", f"launch 70003 {GRID} {BLOCK} 7 {WIDE:x}{attribute} 010203", "pop"]
 
 
 @check
@@ -249,7 +240,7 @@ def failures_are_raised():
             assert done == order[: len(done)]  # nothing after what failed
             assert (len(done) == len(order)) == (name in ("cuMemsetD8Async", "cuCtxPopCurrent_v2"))
             assert DRIVER.context() == current
-            assert DRIVER.contexts_pushed() == 0
+            assert count("contexts_pushed") == 0
     with failing("cuLaunchKernelEx", 12345), refused(RuntimeError, "launch failed with an unknown status"):
         one.run(0, 9, 64, 128, 256)
 
@@ -260,13 +251,13 @@ def contexts_are_retained_once_and_released_once():
     assert said() == ["init 0", "device 2", "retain 42"] * 3
     programs[0].run(0, 0), programs[0].run(0, 0)
     del programs[0]
-    assert DRIVER.contexts_retained() == 2
+    assert count("contexts_retained") == 2
     del programs[:]
     assert said().count("release 42") == 3
     for name in ("cuInit", "cuDeviceGet", "cuDevicePrimaryCtxRetain"):
         with failing(name), refused(RuntimeError, "device 3 refused with CUDA_ERROR_FAKE"):
             program(*EVERY_STEP)
-    assert DRIVER.contexts_retained() == 0
+    assert count("contexts_retained") == 0
 
 
 @check
@@ -299,21 +290,8 @@ def bad_programs_are_refused():
         *(launch(params, (), ((at, 0, 0, *MAP),)) for at in (129, 192, 256, -128, -1, 2**32 - 128, 2**32 - 64)),
         *(launch(params, ((0, index, 0),)) for index in (-1, 32)),
         *(launch(params, (), ((0, index, 0, *MAP),)) for index in (-1, 32)),
-        *(
-            (),
-            (3,),
-            (-1,),
-            (2**32,),
-            (2**64,),
-            ("0",),
-            (None,),
-            [2, 0, 0, 1],
-            None,
-            2,
-            "200",
-            (2, 0, 0),
-            (2, 0, 0, 1, 1),
-        ),
+        *((), (3,), (-1,), (2**32,), (2**64,), ("0",), (None,), None, 2, "200"),
+        *([2, 0, 0, 1], (2, 0, 0), (2, 0, 0, 1, 1)),
         *(launch()[:-1], (*launch(), ()), launch(pointers=[]), launch(maps=None), launch(pointers=(None,))),
     ]
     for step in bad:
@@ -328,7 +306,7 @@ def bad_programs_are_refused():
     for some in ((0, 0), (0, 5), (5, 0)):
         with refused(ValueError, "products need cuBLAS's functions"):
             MODULE.Program(0, some, (), (product(),))
-    assert DRIVER.contexts_retained() == 0
+    assert count("contexts_retained") == 0
     assert said() == []
 
 
@@ -357,7 +335,7 @@ def no_value_of_a_step_makes_it_crash():
             del one
         DRIVER.forget()
     assert min(refusals, made) > 100
-    assert DRIVER.contexts_retained() == 0
+    assert count("contexts_retained") == 0
 
 
 @check
@@ -383,18 +361,18 @@ def memory_does_not_grow():
                 program(*EVERY_STEP, bad[i % 3])
 
     keeps_no_memory(held, work, (2000, 200), (100_000, 2000))
-    assert DRIVER.contexts_retained() == 2
+    assert count("contexts_retained") == 2
 
 
 @check
 def the_lock_is_not_held_in_calls_of_the_driver():
-    assert DRIVER.calls_with_lock() == 0
+    assert count("calls_with_lock") == 0
     one = program(*EVERY_STEP)
     assert one.run(0, 9, 64, 128, 256) == 0
     assert len(said()) > 8
-    assert DRIVER.calls_with_lock() == 0
+    assert count("calls_with_lock") == 0
     ctypes.PyDLL("libcuda.so.1").cuInit(0)  # which does hold it
-    assert DRIVER.calls_with_lock() == 1
+    assert count("calls_with_lock") == 1
 
 
 @check
@@ -408,9 +386,9 @@ def threads_run_one_program_at_once():
 
     in_threads(work, work)
     assert answers == [0] * 2 * each
-    assert DRIVER.kernels_launched() == 2 * 2 * each
-    assert DRIVER.most_at_once() == 2
-    assert DRIVER.contexts_pushed() == 0
+    assert count("kernels_launched") == 2 * 2 * each
+    assert count("most_at_once") == 2
+    assert count("contexts_pushed") == 0
 
 
 @check
@@ -423,7 +401,7 @@ def modules_and_types_can_go():
         del again, one
         assert run(0, 0, 64) == 0
     del run
-    assert DRIVER.contexts_retained() == 0
+    assert count("contexts_retained") == 0
 
 
 # Calls, of tensors that are only addresses
@@ -610,12 +588,12 @@ def calls_with_the_same_addresses_are_replayed():
     for _ in range(3):
         for each, lines in zip(places, plain, strict=True):
             assert is_replay(one(*each), lines)
-    assert DRIVER.asked_of_stream() == 205
-    assert (DRIVER.graphs_there(), DRIVER.replays_there(), MODULE.replays()) == (0, 5, 5)
+    assert count("asked_of_stream") == 205
+    assert (count("graphs_there"), count("replays_there"), MODULE.replays()) == (0, 5, 5)
     assert DRIVER.mode_of_capture() == 0
     del one
     assert {line.split()[-1] for line in said() if line.startswith("forget")} == {"2"}  # in relaxed mode
-    assert (DRIVER.replays_there(), MODULE.replays(), DRIVER.mode_of_capture()) == (0, 0, 0)
+    assert (count("replays_there"), MODULE.replays(), DRIVER.mode_of_capture()) == (0, 0, 0)
 
 
 @check_in_context
@@ -659,11 +637,11 @@ def few_addresses_are_replayed_and_those_that_come_no_longer_make_room():
     assert replays(one, [9999] * 20) == 18  # in place of the first
     assert replays(one, many[1:8]) == 7
     assert replays(one, many[:1]) == 0
-    assert DRIVER.replays_there() == MODULE.replays() == 8
+    assert count("replays_there") == MODULE.replays() == 8
     for first in range(4096, 4096 + 64 * 100, 64):  # all young, of which each is forgotten before it comes again
         one(first)
     del one
-    assert DRIVER.replays_there() == MODULE.replays() == 0
+    assert count("replays_there") == MODULE.replays() == 0
 
 
 @check_in_context
@@ -679,10 +657,10 @@ def graphs_of_calls_that_rest_make_room_for_others():
         assert replays(used, range(64, 64 * 9, 64)) == 8
     assert replays(another, [64] * 10) == 10
     assert replays(used, range(64, 64 * 9, 64)) == 8
-    assert DRIVER.replays_there() == MODULE.replays() == 256
+    assert count("replays_there") == MODULE.replays() == 256
     del used, another, one
     calls.clear()
-    assert DRIVER.replays_there() == MODULE.replays() == 0
+    assert count("replays_there") == MODULE.replays() == 0
 
 
 @check_in_context
@@ -698,12 +676,12 @@ def where_no_graph_can_be_made_calls_run_step_by_step():
             with failing(name):
                 for _ in range(3 * attempts):
                     assert one(80)[0].startswith("launch")
-            assert (DRIVER.graphs_there(), DRIVER.replays_there(), MODULE.replays()) == (0, 1, 1)
+            assert (count("graphs_there"), count("replays_there"), MODULE.replays()) == (0, 1, 1)
             assert is_replay(one(), plain)  # what there is, is used
             comes_later = attempts == 3 or name in asking
             assert (replays(one, [80] * 4) > 0) == comes_later
             del one
-            assert DRIVER.replays_there() == MODULE.replays() == 0
+            assert count("replays_there") == MODULE.replays() == 0
     one = Repeated()
     plain = one()
     assert [is_replay(one(), plain) for _ in range(2)] == [False, True]
@@ -711,7 +689,7 @@ def where_no_graph_can_be_made_calls_run_step_by_step():
         lines = one()
     assert [lines[0].split()[0], lines[-1].split()[0]] == ["replay", "forget"]
     assert lines[1:-1] == plain  # the steps after all, and the graph is gone
-    assert DRIVER.replays_there() == MODULE.replays() == 0
+    assert count("replays_there") == MODULE.replays() == 0
     assert [is_replay(one(), plain) for _ in range(3)] == [False, False, True]
 
 
@@ -734,7 +712,7 @@ def threads_launch_no_graph_at_once():
     each = 100
     run, array, other = replayed()
     assert MODULE.replays() == 1
-    launched = DRIVER.kernels_launched()
+    launched = count("kernels_launched")
 
     def work(change):
         DRIVER.set_context(1043)
@@ -744,8 +722,8 @@ def threads_launch_no_graph_at_once():
     DRIVER.be_quiet(2)
     in_threads(*(functools.partial(work, change) for change in (0, 0, 1)))
     DRIVER.be_quiet(0)
-    assert DRIVER.graphs_at_once() == 0
-    assert DRIVER.kernels_launched() > launched + 2 * each
+    assert count("graphs_at_once") == 0
+    assert count("kernels_launched") > launched + 2 * each
     said()
     run(array, other)
     assert said()[0].startswith("replay")
@@ -762,11 +740,11 @@ def a_graph_that_is_being_launched_is_not_forgotten():
     DRIVER.hold_replays(1)
     thread = threading.Thread(target=work)
     thread.start()
-    while not DRIVER.replays_in_flight():
+    while not count("replays_in_flight"):
         assert thread.is_alive(), "no graph was launched"
     for i in range(2000):  # all of them other addresses
         run(Array(256 * (2 + i)), other)
-    assert DRIVER.replays_in_flight() == DRIVER.replays_there() == 1
+    assert count("replays_in_flight") == count("replays_there") == 1
     DRIVER.hold_replays(0)
     thread.join()
 
@@ -775,18 +753,18 @@ def a_graph_that_is_being_launched_is_not_forgotten():
 def the_lock_is_not_held_while_graphs_are_made_launched_and_forgotten():
     one = Repeated()
     one()
-    held = DRIVER.calls_with_lock()
+    held = count("calls_with_lock")
     one()
-    asked = DRIVER.calls_with_lock() - held  # what is asked of a stream takes no time
+    asked = count("calls_with_lock") - held  # what is asked of a stream takes no time
     assert asked <= 3
     for _ in range(2):
-        held = DRIVER.calls_with_lock()
+        held = count("calls_with_lock")
         one()
-        assert DRIVER.calls_with_lock() == held + asked
-    held = DRIVER.calls_with_lock()
+        assert count("calls_with_lock") == held + asked
+    held = count("calls_with_lock")
     del one
-    assert DRIVER.calls_with_lock() <= held + 1  # the context's release
-    assert DRIVER.replays_there() == 0
+    assert count("calls_with_lock") <= held + 1  # the context's release
+    assert count("replays_there") == 0
 
 
 @check_in_context

@@ -27,11 +27,13 @@ static size_t length;
 static int failing_with, quiet;
 static _Thread_local uintptr_t contexts[8];
 static _Thread_local int depth;
-static long with_lock, retained, pushed, launched, together, most_together, graphs, replays, in_replay, replays_together;
+/* Counts, and the stream that was asked about last, which the tests read. */
+long calls_with_lock, contexts_retained, contexts_pushed, kernels_launched, most_at_once;
+long graphs_there, replays_there, replays_in_flight, graphs_at_once, asked_of_stream;
+static long together;
 static int capturing, loose, after_kernel, newest_is_kernel, there[512];
 static volatile int held;
-static uintptr_t nodes;
-static uintptr_t capturing_stream, stream_context;
+static uintptr_t nodes, stream_context;
 static char written[4096], texts[512][4096];
 static _Thread_local int capture_mode;  /* global, as a thread begins with */
 
@@ -46,19 +48,9 @@ void be_quiet(int whether) { quiet = whether; }
 void fail(const char* function, int status) { snprintf(failing, sizeof failing, "%s", function), failing_with = status; }
 void set_context(uintptr_t context) { contexts[0] = context, depth = context != 0; }
 uintptr_t context(void) { return depth ? contexts[depth - 1] : 0; }
-long calls_with_lock(void) { return with_lock; }
-long contexts_retained(void) { return retained; }
-long contexts_pushed(void) { return pushed; }
-long kernels_launched(void) { return launched; }
-long most_at_once(void) { return most_together; }
-long graphs_at_once(void) { return replays_together; }
-long asked_of_stream(void) { return (long)capturing_stream; }
 void hold_replays(int whether) { held = whether; }
-long replays_in_flight(void) { return in_replay; }
 int mode_of_capture(void) { return capture_mode; }
 void set_stream_context(uintptr_t context) { stream_context = context; }
-long graphs_there(void) { return graphs; }
-long replays_there(void) { return replays; }
 void set_capturing(int whether) { capturing = whether; }
 
 static void say(const char* format, ...) {
@@ -74,7 +66,7 @@ static void say(const char* format, ...) {
 static int status_of(const char* function) {
     int (*has_lock)(void);
     *(void**)&has_lock = dlsym(RTLD_DEFAULT, "PyGILState_Check");
-    with_lock += has_lock && has_lock();
+    calls_with_lock += has_lock && has_lock();
     return strcmp(function, failing) ? 0 : failing_with;
 }
 
@@ -95,20 +87,20 @@ int cuGetErrorName(int status, const char** name) {
 CALL(cuInit, (unsigned flags), say("init %u\n", flags);)
 CALL(cuDeviceGet, (int* device, int ordinal), *device = 40 + ordinal; say("device %d\n", ordinal);)
 CALL(cuDevicePrimaryCtxRetain, (uintptr_t* context, int device), say("retain %d\n", device);
-     if (!status) *context = 1000 + device, ++retained;)
-CALL(cuDevicePrimaryCtxRelease_v2, (int device), say("release %d\n", device); --retained;)
+     if (!status) *context = 1000 + device, ++contexts_retained;)
+CALL(cuDevicePrimaryCtxRelease_v2, (int device), say("release %d\n", device); --contexts_retained;)
 CALL(cuCtxGetCurrent, (uintptr_t* current), *current = context();)
 CALL(cuCtxPushCurrent_v2, (uintptr_t context), say("push %d\n", (int)context);
-     if (!status) contexts[depth++] = context, ++pushed;)
-CALL(cuCtxPopCurrent_v2, (uintptr_t* context), say("pop\n"); *context = contexts[--depth]; --pushed;)
+     if (!status) contexts[depth++] = context, ++contexts_pushed;)
+CALL(cuCtxPopCurrent_v2, (uintptr_t* context), say("pop\n"); *context = contexts[--depth]; --contexts_pushed;)
 CALL(cuThreadExchangeStreamCaptureMode, (int* mode), if (!status) { int other = *mode; *mode = capture_mode, capture_mode = other; })
-CALL(cuStreamIsCapturing, (uintptr_t stream, int* answer), capturing_stream = stream; *answer = capturing;)
+CALL(cuStreamIsCapturing, (uintptr_t stream, int* answer), asked_of_stream = (long)stream; *answer = capturing;)
 CALL(cuStreamGetCtx, (uintptr_t stream, uintptr_t* of), (void)stream; *of = stream_context ? stream_context : context();)
-CALL(cuGraphCreate, (uintptr_t* graph, unsigned flags), (void)flags; if (!status) *graph = 88, ++graphs, nodes = 0, written[0] = 0, newest_is_kernel = 0;)
-CALL(cuGraphDestroy, (uintptr_t graph), (void)graph; --graphs;)
-CALL(cuGraphExecDestroy, (uintptr_t replay), say("forget %d %d\n", (int)replay, capture_mode); there[replay - 991] = 0; --replays;)
+CALL(cuGraphCreate, (uintptr_t* graph, unsigned flags), (void)flags; if (!status) *graph = 88, ++graphs_there, nodes = 0, written[0] = 0, newest_is_kernel = 0;)
+CALL(cuGraphDestroy, (uintptr_t graph), (void)graph; --graphs_there;)
+CALL(cuGraphExecDestroy, (uintptr_t replay), say("forget %d %d\n", (int)replay, capture_mode); there[replay - 991] = 0; --replays_there;)
 
-/* Nodes follow each other; what they would do is written down, for when their graph is launched. */
+/* Nodes follow each other; what they would do is written down, for when their graph is kernels_launched. */
 static int add_node(int status, uintptr_t* node, const uintptr_t* before, size_t count, const char* format, ...) {
     const size_t length = strlen(written);
     va_list values;
@@ -165,7 +157,7 @@ int cuGraphInstantiateWithFlags(uintptr_t* replay, uintptr_t graph, unsigned lon
     if (graph != 88 || flags || loose || capture_mode != 2) status = 1;
     if (!status) {
         snprintf(texts[free], sizeof texts[free], "%s", written);
-        there[free] = 1, ++replays;
+        there[free] = 1, ++replays_there;
         say("make %d\n", (int)*replay);
     }
     pthread_mutex_unlock(&mutex);
@@ -198,8 +190,8 @@ int cuLaunchKernelEx(const config_t* config, void* function, void** params, void
     say(" ");
     for (unsigned i = 0; i < ((uintptr_t)function & 0xffff); ++i) say("%02x", ((const unsigned char*)params[0])[i]);
     say("\n");
-    ++launched;
-    if (++together > most_together) most_together = together;
+    ++kernels_launched;
+    if (++together > most_at_once) most_at_once = together;
     pthread_mutex_unlock(&mutex);
     if (quiet > 1) {  /* wait a little, for another thread to be here too */
         const struct timespec little = {0, 1000000};
@@ -218,13 +210,13 @@ int cuGraphLaunch(uintptr_t replay, uintptr_t stream) {
     say("replay %d\n", (int)replay);
     const unsigned long long on = stream;  /* of four nodes at most */
     if (!status) say(texts[replay - 991], on, on, on, on);
-    if (in_replay++) ++replays_together;
+    if (replays_in_flight++) ++graphs_at_once;
     pthread_mutex_unlock(&mutex);
     const struct timespec little = {0, 1000000};
     if (quiet > 1) nanosleep(&little, NULL);
     while (held) nanosleep(&little, NULL);
     pthread_mutex_lock(&mutex);
-    --in_replay;
+    --replays_in_flight;
     pthread_mutex_unlock(&mutex);
     return status;
 }

@@ -2,21 +2,22 @@
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 import gemmconv
-from gemmconv.kernels.base import Config, Precision
+from gemmconv.kernels.base import Config, Pass, Precision
 from gemmconv.kernels.cpu.library import isa_name
-from gemmconv.kernels.sm90 import gemm_fold_rows
 from tests import reference
 from tests.cases import Case
 
 DEVICES = ["cpu", *([pytest.param("cuda", marks=pytest.mark.gpu)] if torch.cuda.is_available() else [])]
+Arrange = Callable[[torch.Tensor], torch.Tensor]
 REFUSED_ON_A_CPU = () if isa_name() else ("direct", "fused")  # for want of the extension in C
 
 
@@ -108,6 +109,40 @@ def expected(case: Case, dtype: torch.dtype) -> Expected:
     return Expected(case, dtype)
 
 
+def arguments_of(direction: Pass, data: Sample, arrange: Arrange = torch.Tensor.contiguous) -> tuple[torch.Tensor, ...]:
+    """Return the arguments of a prepared call; all but the bias are arranged in memory in some way."""
+    input, weight, grad_output = (arrange(tensor) for tensor in (data.input, data.weight, data.grad_output))
+    return {
+        "forward": (input, weight, data.bias),
+        "input_grad": (grad_output, weight),
+        "weight_grad": (grad_output, input),
+        "grads": (grad_output, input, weight),
+    }[direction]
+
+
+def step(data: Sample, case: Case, **options: Any) -> list[torch.Tensor]:
+    """Return output and all gradients of one forward and backward pass; skip the test where the layer is refused."""
+    leaves = data.leaves()
+    try:
+        output = gemmconv.conv_transpose2d(leaves.input, leaves.weight, leaves.bias, **case.parameters, **options)
+    except NotImplementedError as refusal:
+        pytest.skip(str(refusal))
+    grads = torch.autograd.grad(output, [leaves.input, leaves.weight, leaves.bias], data.grad_output)
+    return [output.detach(), *grads]
+
+
+def assert_same_bits(actual: Iterable[torch.Tensor], wanted: Iterable[torch.Tensor]) -> None:
+    for one, other in zip(actual, wanted, strict=True):
+        assert torch.equal(one.cpu(), other.cpu())
+
+
+def assert_right(results: torch.Tensor | tuple[torch.Tensor, ...], direction: Pass, case: Case, config: Config) -> None:
+    """Assert that results of a call of `arguments_of` a sample are the reference's."""
+    names = {"forward": ("output",), "grads": ("input_grad", "weight_grad")}.get(direction, (direction,))
+    for one, name in zip(results if isinstance(results, tuple) else (results,), names, strict=True):
+        reference.assert_close(one, getattr(expected(case, config.dtype), name), config.dtype, config.precision)
+
+
 def spread(tensor: torch.Tensor) -> torch.Tensor:
     """Return the same values with NaN between all elements: no dimension is dense, the offset is not zero."""
     wide = tensor.new_full([2 * size + 1 for size in tensor.shape], torch.nan)
@@ -159,8 +194,3 @@ def tile_for(module, config, direction=None):
     direction = direction or kernel.directions[0]
     on_gpu = replace(config, device=torch.device("cuda", 0))
     return kernel.tile(config, direction) if kernel.why_not(on_gpu, direction) is None else None
-
-
-def rows_tile_for(config, direction):
-    """The tile that sm90/gemm_fold_rows takes for a configuration."""
-    return tile_for(gemm_fold_rows, config, direction)

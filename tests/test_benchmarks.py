@@ -597,9 +597,10 @@ ABOUT = {
 }
 
 
-def results_of(*rows, about=ABOUT):
-    made = Results()
-    made.begin(about, asdict(CEILINGS))
+def results_of(*rows, about=ABOUT, kind=Results):
+    """Rows as one run has measured them."""
+    made = kind()
+    made.begin(about, asdict(CEILINGS) if kind is Results else {})
     for row in rows:
         made.add(row)
     return made

@@ -14,7 +14,6 @@ pytest.importorskip("cuda.core", reason="loading kernels needs the cuda-core pac
 
 from gemmconv.kernels.splits import bias_grad
 
-needs_compiler = pytest.mark.skipif(emulator.compiler() is None, reason="no C++ compiler (g++ or c++) to emulate with")
 FORMATS = torch.contiguous_format, torch.channels_last
 DTYPES = torch.float32, torch.float16, torch.bfloat16, torch.float64
 # Vectors of one element, and of 16 bytes; one pixel; blocks of several channels; more channels than a block has lanes.
@@ -38,7 +37,7 @@ def check(config, device, poison):
     return call, grad_output, found
 
 
-@needs_compiler
+@emulator.needs_compiler
 @pytest.mark.parametrize("slices", [1, 3])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("layout", FORMATS, ids=str)

@@ -24,7 +24,6 @@ from gemmconv.ops import autocast, gradients
 from gemmconv.ops.configs import Convention
 from gemmconv.ops.programs import add_cast_outputs, convert_outputs
 
-needs_compiler = pytest.mark.skipif(emulator.compiler() is None, reason="no C++ compiler (g++ or c++) to emulate with")
 LOW = torch.float16, torch.bfloat16
 CPU = torch.device("cpu")
 
@@ -49,7 +48,7 @@ def check(low, sizes, poison):
             assert torch.equal(found, one.to(target))
 
 
-@needs_compiler
+@emulator.needs_compiler
 @pytest.mark.parametrize("sizes", [(1,), (7, 1), (8, 3), (2048, 9), (4099, 2049), (24, 4096)], ids=str)
 @pytest.mark.parametrize("low", LOW, ids=str)
 def test_it_rounds_and_widens_as_torch(low, sizes, builder, poison):
@@ -57,7 +56,7 @@ def test_it_rounds_and_widens_as_torch(low, sizes, builder, poison):
         check(low, sizes, poison)
 
 
-@needs_compiler
+@emulator.needs_compiler
 @pytest.mark.parametrize(
     ("sizes", "mistake"),
     [
@@ -83,7 +82,7 @@ def columns_program(case, dtype, layout, direction):
 CASES = [Case(2, 3, 4, (5, 6), (3, 2), (2, 1)), Case(1, 8, 8, (4, 4), (4, 4), (2, 2), (1, 1))]
 
 
-@needs_compiler
+@emulator.needs_compiler
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
 @pytest.mark.parametrize("with_bias", [False, True])
@@ -108,7 +107,7 @@ def test_a_forward_pass_casts_in_front(case, layout, with_bias, builder, poison)
                 assert made.stride() == one.stride()
 
 
-@needs_compiler
+@emulator.needs_compiler
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 @pytest.mark.parametrize("written", ["contiguous", "channels_last"])
 def test_gradients_are_widened_behind(case, written, builder, poison):

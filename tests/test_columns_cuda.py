@@ -10,17 +10,17 @@ import torch
 
 from tests import emulator, reference
 from tests.cases import CASES, Case
-from tests.samples import channels_last, expected, problem_of, sample
+from tests.samples import arguments_of, assert_right, channels_last, config_of, expected, problem_of, sample
 
 pytest.importorskip("cuda.core", reason="loading kernels needs the cuda-core package")
 
 from gemmconv.algorithms import gemm_col2im
-from gemmconv.kernels.base import Config
+from gemmconv.kernels.base import PASSES, Config
 from gemmconv.kernels.columns import products
 from gemmconv.kernels.program import Zero
 
 pytestmark = [
-    pytest.mark.skipif(emulator.compiler() is None, reason="no C++ compiler (g++ or c++) to emulate with"),
+    emulator.needs_compiler,
     pytest.mark.filterwarnings("ignore:gemm_col2im. workspace_limit:RuntimeWarning"),
 ]
 
@@ -75,25 +75,20 @@ def test_products_and_kernels_matches_reference_in_other_types(case, dtype, pois
 
 
 def check(case, dtype, limit, last, poison):
-    data, exact = sample(case, dtype, "cpu"), expected(case, dtype)
-    config = Config(
-        problem_of(case), dtype, GPU, memory_format=torch.channels_last if last else torch.contiguous_format
-    )
+    data, algorithm = sample(case, dtype, "cpu"), gemm_col2im.GemmCol2im()
+    arrange = channels_last if last else torch.Tensor.contiguous
+    config = config_of(problem_of(case), dtype, torch.channels_last if last else torch.contiguous_format)
     if limit is not None:
         config = dataclasses.replace(config, workspace_limit=limit)
-    algorithm, layout = gemm_col2im.GemmCol2im(), channels_last if last else torch.Tensor.contiguous
-    input, weight, grad_output = layout(data.input), layout(data.weight), layout(data.grad_output)
-    for call, tensors, wanted in (
-        (algorithm.grads(config, config), (grad_output, input, weight), (exact.input_grad, exact.weight_grad)),
-        (algorithm.forward(config), (input, weight, data.bias), (exact.output,)),
-        (algorithm.forward(config), (input, weight, None), (exact.output_without_bias,)),
-        (algorithm.input_grad(config), (grad_output, weight), (exact.input_grad,)),
-        (algorithm.weight_grad(config), (grad_output, input), (exact.weight_grad,)),
-    ):
+    for direction in PASSES:
+        call = getattr(algorithm, direction)(*[config] * (2 if direction == "grads" else 1))
+        arguments = arguments_of(direction, data, arrange)
         poison("cpu")
-        found = call(*tensors)
-        for one, other in zip(found if isinstance(found, tuple) else (found,), wanted, strict=True):
-            reference.assert_close(one, other, dtype, "ieee")
+        assert_right(call(*arguments), direction, case, config)
+        if direction == "forward":
+            poison("cpu")
+            without_bias = call(*arguments[:2], None)
+            reference.assert_close(without_bias, expected(case, dtype).output_without_bias, dtype, "ieee")
 
 
 @pytest.mark.parametrize(("case", "precision", "zeros"), [(CASES[0], "tf32", 0), (MANY_PIXELS, "ieee", 1)], ids=str)

@@ -4,8 +4,6 @@ import argparse
 import io
 import json
 import re
-import subprocess
-import sys
 import time
 from dataclasses import replace
 
@@ -20,6 +18,7 @@ from gemmconv.compare import layers, measure, photo, report, timing
 from gemmconv.explain import explain_problem as explain
 from gemmconv.geometry import Problem
 from gemmconv.kernels.base import Config
+from tests.processes import output_of
 from tests.wrong import Wrong, off, take_alone
 
 Console = pytest.importorskip("rich.console", reason="the comparison needs the extra demo").Console
@@ -342,6 +341,4 @@ def test_command_line_help_needs_no_extra():
         "import sys; sys.modules.update(dict.fromkeys(['rich', 'matplotlib', 'PIL']))\n"
         "from gemmconv.__main__ import main; main(['demo', '--help'])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "--precision" in done.stdout
+    assert "--precision" in output_of(code)

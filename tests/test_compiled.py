@@ -19,7 +19,6 @@ from gemmconv.ops.call_cache import tensor_signature
 from gemmconv.ops.configs import Convention
 from gemmconv.ops.schemas import OPERATORS, WithoutData, operator_name, split_arguments
 from tests.emulator import compiler
-from tests.samples import channels_last
 
 # From torch's own compiler.
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
@@ -67,22 +66,24 @@ def _fresh_compiler():
 
 @pytest.mark.usefixtures("_fresh_compiler")
 @pytest.mark.parametrize(
-    ("backend", "dynamic"),
+    ("backend", "dynamic", "layout"),
     [
-        ("aot_eager", False),
-        ("aot_eager", True),
-        pytest.param("inductor", True, marks=compiles_cpp),
-        pytest.param("inductor", False, marks=[compiles_cpp, pytest.mark.slow]),
+        ("aot_eager", False, torch.contiguous_format),
+        ("aot_eager", True, torch.contiguous_format),
+        ("aot_eager", False, torch.channels_last),
+        pytest.param("inductor", True, torch.contiguous_format, marks=compiles_cpp),
+        pytest.param("inductor", False, torch.contiguous_format, marks=[compiles_cpp, pytest.mark.slow]),
     ],
 )
-def test_compiled_network_matches_eager(backend, dynamic, device):
-    network = small_network(device)
+def test_compiled_network_matches_eager(backend, dynamic, layout, device):
+    network = small_network(device).to(memory_format=layout)
     compiled = torch.compile(copy.deepcopy(network), fullgraph=True, dynamic=dynamic, backend=backend)
     sizes = [(2, 3, 5, 6), (3, 3, 7, 4)] if dynamic else [(2, 3, 5, 6)]
     for size in sizes:
-        images = torch.randn(size, device=device)
+        images = torch.randn(size, device=device).contiguous(memory_format=layout)
         for actual, wanted in zip(outcome(compiled, images), outcome(network, images), strict=True):
             torch.testing.assert_close(actual, wanted)
+            assert actual.stride() == wanted.stride()
 
 
 @pytest.mark.usefixtures("_fresh_compiler")
@@ -93,17 +94,6 @@ def test_compiled_network_with_dynamic_sizes_compiles_once(device):
     for size in [(2, 3, 5, 6), (3, 3, 7, 4), (4, 3, 6, 9)]:
         compiled(torch.randn(size, device=device))
     assert counter.frame_count == 1
-
-
-@pytest.mark.usefixtures("_fresh_compiler")
-def test_compiled_network_accepts_channels_last(device):
-    network = small_network(device).to(memory_format=torch.channels_last)
-    compiled = torch.compile(copy.deepcopy(network), fullgraph=True, backend="aot_eager")
-    images = channels_last(torch.randn(2, 3, 5, 6, device=device))
-    results = zip(outcome(compiled, images), outcome(network, images), strict=True)
-    for actual, wanted in results:
-        torch.testing.assert_close(actual, wanted)
-        assert actual.stride() == wanted.stride()
 
 
 @pytest.mark.usefixtures("_fresh_compiler")

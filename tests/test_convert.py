@@ -145,10 +145,7 @@ def test_removing_a_parametrization_leaves_a_converted_layer():
     assert type(gemmconv.convert(layer)) is gemmconv.ConvTranspose2d
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"],
-)
+@pytest.mark.parametrize("name", ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"])
 def test_hooks_go_on_being_called(name):
     layer, called = nn.ConvTranspose2d(3, 4, 3), []
     getattr(layer, name)(lambda *_: called.append(name))

@@ -1,10 +1,9 @@
 """What only a GPU can show: graphs, streams, threads, huge tensors, memory, float32 precision."""
 
 import contextlib
+import functools
 import gc
 import math
-import subprocess
-import sys
 import threading
 import time
 from dataclasses import replace
@@ -17,7 +16,8 @@ from gemmconv.algorithms import ALGORITHMS, Config, direct
 from gemmconv.selection import choose_gradients
 from tests import reference
 from tests.cases import CASES, FEW_CASES, Case
-from tests.samples import Sample, conv_precision, expected, problem_of, sample
+from tests.processes import in_threads, output_of
+from tests.samples import Sample, assert_same_bits, conv_precision, expected, problem_of, sample, step
 
 pytestmark = pytest.mark.gpu
 
@@ -29,24 +29,6 @@ by_few_cases = pytest.mark.parametrize("case", FEW_CASES, ids=lambda case: case.
 
 LAYER = Case(8, 32, 16, (28, 30), (4, 4), (2, 2), (1, 1))
 GIB = 2**30
-
-
-def step(data, case, **options):
-    """Return output and all gradients of one forward and backward pass."""
-    leaves = data.leaves()
-    try:
-        output = gemmconv.conv_transpose2d(leaves.input, leaves.weight, leaves.bias, **case.parameters, **options)
-    except NotImplementedError as refusal:
-        pytest.skip(str(refusal))
-    return [
-        output,
-        *torch.autograd.grad(output, [leaves.input, leaves.weight, leaves.bias], data.grad_output),
-    ]
-
-
-def assert_same_bits(actual, wanted):
-    for one, other in zip(actual, wanted, strict=True):
-        assert torch.equal(one, other)
 
 
 def assert_same_numbers(actual, wanted):
@@ -195,11 +177,7 @@ def test_module_may_be_called_by_several_threads_at_once(algorithm):
             torch.cuda.current_stream().synchronize()
             results[number] = [output.detach(), *grads]
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(*(functools.partial(work, number) for number in range(4)))
     assert sorted(results) == [0, 1, 2, 3]
     for number in (1, 2, 3):
         assert_same_bits(results[number], results[0])
@@ -323,14 +301,8 @@ def input_grad_of_rows(grad_output, w, case, first):
         padded = torch.nn.functional.pad(grad_output, (0, 0, 0, case.padding[0]))
         padded = padded[:, :, : padded.shape[2] - case.output_padding[0]]
         padded = padded[:, :, (padded.shape[2] - reach) % case.stride[0] :]
-    return torch.nn.functional.conv2d(
-        padded,
-        w,
-        stride=case.stride,
-        padding=(0, case.padding[1]),
-        dilation=case.dilation,
-        groups=case.groups,
-    )
+    padding = 0, case.padding[1]
+    return torch.nn.functional.conv2d(padded, w, None, case.stride, padding, case.dilation, case.groups)
 
 
 # Memory
@@ -548,13 +520,7 @@ print("done")
 )
 def test_precision_settings_of_either_api_are_read_and_never_written(setting):
     """In a new process each: torch raises where its old and its new settings are mixed."""
-    run_python(SETTINGS_SCRIPT.format(setting=setting))
-
-
-def run_python(code):
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
-    assert result.returncode == 0, result.stderr[-3000:]
-    assert result.stdout.strip().endswith("done")
+    assert output_of(SETTINGS_SCRIPT.format(setting=setting)).endswith("done\n")
 
 
 # Autocast

@@ -1,4 +1,4 @@
-"""The pages under docs: snippets and commands run, links lead somewhere, and what they list is complete."""
+"""README and the pages under docs: snippets and commands run, links lead somewhere, what they list is complete."""
 
 import ast
 import os
@@ -7,30 +7,64 @@ import shlex
 import subprocess
 import sys
 from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 import gemmconv
 from benchmarks import compare
 from gemmconv.__main__ import main
-from tests import documents
-from tests.documents import ROOT
+from gemmconv.algorithms import fallback
+from gemmconv.runtime import available
 
+ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
+README = "../README.md"
 PAGES = {page.relative_to(DOCS).as_posix(): page.read_text(encoding="utf-8") for page in sorted(DOCS.rglob("*.md"))}
-SNIPPETS = [(page, snippet) for page, text in PAGES.items() for snippet in documents.blocks(text, "python")]
-COMMANDS = [(page, command) for page, text in PAGES.items() for command in documents.commands(text) if command]
+SITE = [*PAGES]
+PAGES[README] = (DOCS / README).read_text(encoding="utf-8")
+
+
+def blocks(text, language):
+    """Return the fenced blocks of a language."""
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
+def commands(text):
+    """Return the shell commands, without their comments."""
+    return [line.partition("  #")[0].strip() for block in blocks(text, "sh") for line in block.splitlines()]
+
+
+SNIPPETS = [(page, snippet) for page, text in PAGES.items() for snippet in blocks(text, "python")]
+COMMANDS = [(page, command) for page, text in PAGES.items() for command in commands(text) if command]
 _CALL = re.compile(r"python -m ([\w.]+)([^`\n]*)")
 _WORDS = 3  # of a message's piece between two values: fewer say nothing
 
 
+def quoted(text, kind):
+    """Return the lines of a document that quote an error or a warning."""
+    return [line for block in blocks(text, "text") for line in block.splitlines() if kind in line]
+
+
+def named_files(text):
+    """The paths that a text links to, those that begin with a folder of the tree, and those of code."""
+    found = set(re.findall(r"\]\((?!https?:|#)([^)#]+)", text))
+    found |= set(re.findall(r"(?<![\w./-])(?:gemmconv|csrc|tests|benchmarks)/[\w./-]*\w", text))
+    return found | set(re.findall(r"(?<![\w./-])[\w-][\w./-]*\.(?:py|cuh?)\b", text))
+
+
 @pytest.mark.parametrize(("page", "snippet"), SNIPPETS, ids=[f"{page}-{i}" for i, (page, _) in enumerate(SNIPPETS)])
 def test_docs_snippet_runs(page, snippet, capsys, tmp_path, monkeypatch):
+    """What it prints is what comments behind its calls of print say."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     try:
-        documents.run_snippet(snippet, page, capsys)
+        exec(compile(snippet, page, "exec"), {"__name__": "snippet"})
     finally:
         gemmconv.forget_tuned()
+    promised = re.findall(r"^ *print\(.*# (.+)$", snippet, re.MULTILINE)
+    assert capsys.readouterr().out.splitlines()[: len(promised)] == promised
 
 
 @pytest.mark.parametrize(("page", "command"), COMMANDS, ids=[f"{page}-{i}" for i, (page, _) in enumerate(COMMANDS)])
@@ -41,15 +75,24 @@ def test_docs_command_runs(page, command, capsys, tmp_path, monkeypatch):
         targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
         assert set(arguments) <= set(targets)
         return
+    if program == "pip":
+        return
     assert program == "python"
     if arguments[0] != "-m":
         assert (ROOT / arguments[0]).exists()
         return
     _, module, *arguments = arguments
     if module == "gemmconv" and arguments[0] == "compare":
-        documents.run_compare(arguments, tmp_path, capsys)
+        for one in ("rich", "matplotlib"):
+            pytest.importorskip(one)
+        small = ["--batch", "1", "--height", "8", "--width", "8", "--device", "cpu"]  # the last of each counts
+        assert main([*arguments, *small, "--out", str(tmp_path)]) == 0
+        assert "gemm_col2im" in capsys.readouterr().out
     elif module == "gemmconv" and arguments[0] == "warmup":
-        documents.run_warmup(arguments, monkeypatch)
+        seen = []  # nothing is compiled
+        monkeypatch.setattr("gemmconv.__main__._warmup", lambda *call: seen.append(call) or 0)
+        assert main(arguments) == 0
+        assert len(seen) == 1
     elif module == "gemmconv" and arguments[0] == "tune":
         few = ["--in-channels", "2", "--out-channels", "1", "--size", "1,4,4", "--no-backward", "--device", "cpu"]
         assert main([*arguments, *few, "--path", str(tmp_path / "tuned.json")]) == 0
@@ -89,15 +132,46 @@ def anchors(text):
     return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", one).strip().lower()) for one in headings}
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", [*PAGES, "../benchmarks/README.md"])
 def test_docs_name_files_that_exist(page):
-    assert documents.missing_files(DOCS / page) == []
+    """Beside the page, in the tree, or as kernels' sources."""
+    path = (DOCS / page).resolve()
+    places = ROOT, path.parent, ROOT / "csrc"
+    names = named_files(path.read_text(encoding="utf-8"))
+    assert [name for name in sorted(names) if not any((place / name).exists() for place in places)] == []
 
 
-def test_docs_quote_the_errors_and_the_warning(monkeypatch):
-    text = PAGES["guide/troubleshooting.md"]
-    assert documents.errors() == documents.quoted(text, "Error: ")
-    assert documents.warning_of_an_old_driver(monkeypatch) == documents.quoted(text, "RuntimeWarning: ")
+def test_named_files_finds_links_paths_and_sources():
+    text = "[a](docs/a.md) [b](https://b.org/c.py) `csrc/gone.cu`, load/gone.cuh; benchmarks/results/gpu."
+    assert named_files(text) == {"docs/a.md", "csrc/gone.cu", "load/gone.cuh", "benchmarks/results/gpu"}
+
+
+def test_readme_is_read_in_three_minutes():
+    assert len(PAGES[README].splitlines()) <= 160
+
+
+def test_docs_quote_the_errors_as_they_are_raised():
+    images, weight = torch.zeros(1, 4, 5, 5), torch.zeros(4, 2, 3, 3)
+    raised = []
+    for call in (
+        lambda: gemmconv.conv_transpose2d(images, weight, stride=2, output_padding=2),
+        lambda: gemmconv.conv_transpose2d(images.cfloat(), weight.cfloat(), algorithm="gemm_col2im"),
+    ):
+        with pytest.raises(RuntimeError) as caught:
+            call()
+        raised.append(f"{caught.type.__name__}: {caught.value}")
+    assert raised == quoted(PAGES["guide/troubleshooting.md"], "Error: ")
+
+
+def test_docs_quote_the_warning_of_an_old_driver_as_it_is_given(monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(available, "importlib", SimpleNamespace(import_module=lambda name: None))
+    monkeypatch.setattr(available, "_versions", lambda: ((13, 0), frozenset({90}), (12, 4)))
+    monkeypatch.setattr(fallback, "_warned", set())
+    with pytest.warns(RuntimeWarning) as caught:
+        fallback.warn_once(available.what_is_missing((9, 0)))
+    warnings = [f"RuntimeWarning: {one.message}" for one in caught]
+    assert warnings == quoted(PAGES["guide/troubleshooting.md"], "RuntimeWarning: ")
 
 
 def test_troubleshooting_has_every_message():
@@ -176,6 +250,7 @@ def test_performance_lists_every_environment_variable():
 def test_reference_has_every_public_name():
     names = re.findall(r"^::: gemmconv\.([\w.]+)$", PAGES["reference.md"], re.MULTILINE)
     assert {*names} == {*gemmconv.__all__} - {"__version__"}
+    assert all(hasattr(gemmconv, name) for name in gemmconv.__all__)
 
 
 def test_site_builds_without_a_warning(tmp_path):
@@ -186,5 +261,5 @@ def test_site_builds_without_a_warning(tmp_path):
     made = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert made.returncode == 0, made.stderr
     assert {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.html")} >= {
-        page.removesuffix(".md") + ".html" for page in PAGES
+        page.removesuffix(".md") + ".html" for page in SITE
     }

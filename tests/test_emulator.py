@@ -19,8 +19,6 @@ from tests import emulator
 from tests.emulator import build
 from tests.emulator.translate import TWINS
 
-needs_compiler = pytest.mark.skipif(emulator.compiler() is None, reason="no C++ compiler (g++ or c++) to emulate with")
-
 
 class Pointers(ctypes.Structure):
     _fields_ = [("pointers", ctypes.c_void_p * 3)]
@@ -57,7 +55,7 @@ extern "C" __global__ void __launch_bounds__(32) test_kernel(const __grid_consta
 """
 
 
-@needs_compiler
+@emulator.needs_compiler
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_emulator_multiplies_by_the_definition(dtype, builder):
     values = 32 // dtype.itemsize
@@ -88,7 +86,7 @@ def round_to_tf32(builder, values, arch, parts):
     return cut_to_tf32(rounded), cut_to_tf32(rest)
 
 
-@needs_compiler
+@emulator.needs_compiler
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("arch", [800, 900])
 def test_rounding_to_tf32_is_to_nearest(builder, arch, parts):
@@ -107,7 +105,7 @@ def test_rounding_to_tf32_is_to_nearest(builder, arch, parts):
     )
 
 
-@needs_compiler
+@emulator.needs_compiler
 @pytest.mark.parametrize("arch", [800, 900])
 def test_rounding_to_tf32_keeps_what_is_not_finite(builder, arch):
     special = torch.tensor([0.0, -0.0, math.inf, -math.inf])
@@ -118,7 +116,7 @@ def test_rounding_to_tf32_keeps_what_is_not_finite(builder, arch):
         assert round_to_tf32(builder, nans, arch, parts)[0].isnan().all()
 
 
-@needs_compiler
+@emulator.needs_compiler
 @pytest.mark.parametrize("arch", [800, 900])
 def test_the_largest_float32_has_two_finite_parts(builder, arch):
     largest = torch.tensor([0x7F7FFFFF, 0x7F7FF000, 0x7F7FEFFF, 0x7F7FE000], dtype=torch.int32).view(torch.float32)
@@ -143,7 +141,7 @@ extern "C" __global__ void __launch_bounds__(32) test_kernel(const __grid_consta
 """
 
 
-@needs_compiler
+@emulator.needs_compiler
 @pytest.mark.parametrize("size", [4, 8, 16])
 def test_emulator_copies_at_once_or_when_waited_for(size, builder):
     source = torch.randint(8, 256, (32, size), dtype=torch.uint8)
@@ -155,14 +153,14 @@ def test_emulator_copies_at_once_or_when_waited_for(size, builder):
     assert (before[::2] == 7).all()
 
 
-@needs_compiler
+@emulator.needs_compiler
 def test_emulator_notices_a_misaligned_copy(builder):
     tensors = torch.zeros(3, 32, 16, dtype=torch.uint8)
     with pytest.raises(RuntimeError, match="a misaligned copy of 16 bytes"):
         launch_source(builder, COPIES, {"SIZE": 16, "SKEW": 4}, 1024, *tensors)
 
 
-@needs_compiler
+@emulator.needs_compiler
 def test_emulator_converts_as_torch_does(builder):
     scheduler = builder.scheduler
     scheduler.emulator_half_to_float.restype = ctypes.c_float
@@ -192,7 +190,7 @@ extern "C" __global__ void __launch_bounds__(32) test_kernel(const __grid_consta
 """
 
 
-@needs_compiler
+@emulator.needs_compiler
 def test_emulator_shuffles_from_any_lane(builder):
     lanes, values = torch.randint(0, 64, (32,), dtype=torch.int32), torch.randn(32, dtype=torch.float64)
     results = torch.zeros_like(values)
@@ -232,7 +230,7 @@ def elements_of_matrix(rows, itemsize, start, leading, stride):
     return (start + row // 8 * stride + byte // 16 * leading + row % 8 * 16 + byte % 16) // itemsize
 
 
-@needs_compiler
+@emulator.needs_compiler
 @pytest.mark.parametrize("accumulate", [0, 1])
 @pytest.mark.parametrize(
     "matrices",
@@ -328,7 +326,7 @@ def check_pipeline(builder, source, ahead=0, arrivals=128, steps=7, columns=64, 
     torch.testing.assert_close(d.double(), a.double() @ b.double().mT, rtol=0, atol=1e-4)
 
 
-@needs_compiler
+@emulator.needs_compiler
 @pytest.mark.parametrize("arrivals", [128, 4, 1], ids=["each_thread", "each_warp", "once"])
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_emulator_runs_a_pipeline(ahead, arrivals, builder):
@@ -398,7 +396,7 @@ PIPELINE_MISTAKES = {
 }
 
 
-@needs_compiler
+@emulator.needs_compiler
 @pytest.mark.parametrize("mistake", PIPELINE_MISTAKES)
 def test_emulator_notices_a_mistake_in_a_pipeline(mistake, builder):
     pattern, replacement, message = PIPELINE_MISTAKES[mistake]
@@ -414,7 +412,7 @@ def test_emulator_takes_no_edit_of_a_header_with_a_twin(folder):
         pass
 
 
-@needs_compiler
+@emulator.needs_compiler
 def test_emulator_wants_whole_warpgroups(builder):
     source = PIPELINE.replace("__launch_bounds__(256)", "__launch_bounds__(288)")
     with pytest.raises(RuntimeError, match="wgmma by threads that are no whole warpgroup"):

@@ -71,22 +71,9 @@ def test_vocoder_gives_torchs_outputs(tmp_path):
 
 @pytest.mark.parametrize("axes", ["2", "3"])
 def test_segmentation_learns(tmp_path, axes):
-    batch, size = ("8", "32") if axes == "2" else ("2", "16")
-    settings = (
-        "--axes",
-        axes,
-        "--dtype",
-        "bfloat16",
-        "--steps",
-        "40",
-        "--batch",
-        batch,
-        "--size",
-        size,
-        "--width",
-        "8",
-    )
-    text = output_of("segmentation", tmp_path, *settings)
+    sizes = "--batch 8 --size 32" if axes == "2" else "--batch 2 --size 16"
+    settings = f"--axes {axes} --dtype bfloat16 --steps 40 --width 8 {sizes}"
+    text = output_of("segmentation", tmp_path, *settings.split())
     before, after = numbers(r"training loss: ([\d.]+) -> ([\d.]+)", text)
     assert after < 0.7 * before
     mean, difference = numbers(r"mean IoU ([\d.]+); largest difference from torch's logits (\S+) of", text)

@@ -32,9 +32,10 @@ from gemmconv.kernels import bind
 from gemmconv.kernels.base import Config
 from gemmconv.ops import call_cache
 from gemmconv.runtime import cublas, executor, launch, tensor_map
-from tests import executor_checks, reference
+from tests import executor_checks, reference, samples
 from tests.cases import Case
-from tests.samples import Sample, channels_last, expected, problem_of, sample
+from tests.processes import in_threads
+from tests.samples import Sample, arguments_of, assert_same_bits, channels_last, expected, problem_of, sample
 from tests.test_kernels import PASSES, RUNS, usual
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -166,16 +167,6 @@ def programs(monkeypatch):
     tensor_map.encode.cache_clear()
 
 
-def call_all_ways(call, direction, data, arrange):
-    """A call on tensors of one format; what comes out is what happened to be in memory."""
-    input, weight, grad_output = arrange(data.input), arrange(data.weight), arrange(data.grad_output)
-    if direction == "forward":
-        call(input, weight, data.bias)
-        call(input, weight, None)
-    else:
-        call(grad_output, *{"input_grad": (weight,), "weight_grad": (input,), "grads": (input, weight)}[direction])
-
-
 @needs_compiler
 @pytest.mark.parametrize("operation", [*ONE_OF_EACH, "gemm_col2im"])
 def test_both_executors_ask_for_the_same(operation, programs, checked, tmp_path):
@@ -189,9 +180,12 @@ def test_both_executors_ask_for_the_same(operation, programs, checked, tmp_path)
     else:
         run = ONE_OF_EACH[operation]
         calls.append((run.prepare(), run.direction, sample(run.case, run.dtype, "cpu")))
-    for call, direction, data in calls:
+    for call, direction, data in calls:  # what comes out is what happened to be in memory
         for arrange in (torch.Tensor.contiguous, channels_last):
-            call_all_ways(call, direction, data, arrange)
+            arguments = arguments_of(direction, data, arrange)
+            call(*arguments)
+            if direction == "forward":
+                call(*arguments[:2], None)
     assert all(lines for *_, answer, lines in programs if answer == 0)
     (tmp_path / "programs").write_bytes(pickle.dumps(programs))
     checked("python_asks_for_the_same", tmp_path / "programs")
@@ -235,25 +229,13 @@ def in_both(request):
 
 
 def step(data, algorithm, precision="ieee"):
-    """The output and all gradients."""
-    leaves = data.leaves()
-    more = CASES[algorithm].parameters | {"algorithm": algorithm, "precision": precision}
-    try:
-        output = gemmconv.conv_transpose2d(leaves.input, leaves.weight, leaves.bias, **more)
-    except NotImplementedError as refusal:  # on other GPUs than Hopper's
-        pytest.skip(str(refusal))
-    grads = torch.autograd.grad(output, [leaves.input, leaves.weight, leaves.bias], data.grad_output)
-    return [output.detach(), *grads]
+    """The output and all gradients; on other GPUs than Hopper's some are refused."""
+    return samples.step(data, CASES[algorithm], algorithm=algorithm, precision=precision)
 
 
 def sample_of(algorithm, kind="ieee", device="cuda", arrange=torch.Tensor.contiguous):
     data = sample(CASES[algorithm], KINDS[kind][0], device)
     return Sample(arrange(data.input), arrange(data.weight), data.bias, arrange(data.grad_output))
-
-
-def assert_same_bits(actual, wanted):
-    for one, other in zip(actual, wanted, strict=True):
-        assert torch.equal(one.cpu(), other.cpu())
 
 
 def needs_exchange():
@@ -271,7 +253,7 @@ def test_zeros_come_first_in_a_thread_that_has_called_nothing_of_cuda(in_both):
     """As in a backward pass's."""
     memory, answers = torch.ones(1024, dtype=torch.uint8, device="cuda"), []
     run, address = executor.prepare(GPU, [1], [executor.Zero((0, 0), 1024)]).run, memory.data_ptr()
-    executor_checks.in_threads(lambda: answers.append(run(address)))
+    in_threads(lambda: answers.append(run(address)))
     assert answers == [0]
     assert not memory.any()
 
@@ -390,7 +372,7 @@ def test_threads_run_one_program_on_their_streams(algorithm, in_both):
                     wrong.append(i)
                 done[i] += 1
 
-    executor_checks.in_threads(*(functools.partial(work, i) for i in range(2)))
+    in_threads(*(functools.partial(work, i) for i in range(2)))
     assert not wrong
     assert min(done) > 10
 

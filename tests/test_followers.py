@@ -4,7 +4,6 @@ import copy
 import gc
 import pickle
 import sys
-import threading
 import weakref
 from functools import partial
 
@@ -21,6 +20,7 @@ from gemmconv.kernels import bind
 from gemmconv.ops import followers, plain
 from gemmconv.ops.schemas import WithoutData
 from gemmconv.runtime import pool
+from tests.processes import in_threads
 
 conv_transpose2d = functional.conv_transpose2d  # which tests replace
 GPU = torch.device("cuda", 0)
@@ -299,10 +299,6 @@ def test_modules_may_be_made_and_called_by_many_threads(asked):
 
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=60)
+    in_threads(*[work] * 4)
     sys.setswitchinterval(before)
     assert not failed

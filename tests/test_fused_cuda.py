@@ -21,7 +21,16 @@ from tests.cases import (
     TILED_CASES,
     Case,
 )
-from tests.samples import channels_last, conv_precision, expected, offset, problem_of, sample
+from tests.samples import (
+    arguments_of,
+    assert_right,
+    channels_last,
+    conv_precision,
+    expected,
+    offset,
+    problem_of,
+    sample,
+)
 
 pytest.importorskip("cuda.core", reason="loading kernels needs the cuda-core package")
 
@@ -99,7 +108,6 @@ NUMERICS = {
     "bfloat16": (torch.bfloat16, "ieee"),
 }
 FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
-DIRECTIONS = ("forward", "input_grad")
 
 
 def kind_of(plan):
@@ -308,17 +316,14 @@ def test_kernel_matches_reference_to_the_bit_again(run, compiled, poison):
     config, case = run.config, run.case
     data, exact = sample(case, config.dtype, "cuda"), expected(case, config.dtype)
     arrange = channels_last if run.layout == "channels_last" else torch.Tensor.contiguous
-    input, weight, grad_output = (arrange(tensor) for tensor in (data.input, data.weight, data.grad_output))
-    calls = {
-        "forward": [((input, weight, data.bias), exact.output), ((input, weight, None), exact.output_without_bias)],
-        "input_grad": [((grad_output, weight), exact.input_grad)],
-        "weight_grad": [((grad_output, input), exact.weight_grad)],
-    }
     assert run.tiles
     for direction, tile in run.tiles:
-        call = run.kernel.prepare(config, direction, tile)
-        for arguments, wanted in calls[direction]:
-            check_twice(call, arguments, wanted, config, poison)
+        call, arguments = run.kernel.prepare(config, direction, tile), arguments_of(direction, data, arrange)
+        if direction == "forward":
+            check_twice(call, arguments, exact.output, config, poison)
+            check_twice(call, (*arguments[:2], None), exact.output_without_bias, config, poison)
+        else:
+            check_twice(call, arguments, getattr(exact, direction), config, poison)
 
 
 @pytest.mark.parametrize("layout", FORMATS)
@@ -334,16 +339,13 @@ def test_kernel_matches_reference_to_the_bit_again(run, compiled, poison):
 )
 def test_gradients_of_strides_that_no_tensor_map_takes_match_reference(case, numerics, layout, poison):
     config = Run(case, numerics, layout).config
-    data, exact = sample(case, config.dtype, "cuda"), expected(case, config.dtype)
+    data = sample(case, config.dtype, "cuda")
     arrange = channels_last if layout == "channels_last" else torch.Tensor.contiguous
-    grad_output, input, weight = arrange(data.grad_output), arrange(data.input), arrange(data.weight)
-    for direction, other, wanted in (
-        ("weight_grad", input, exact.weight_grad),
-        ("input_grad", weight, exact.input_grad),
-    ):
+    for direction in ("weight_grad", "input_grad"):
         call = getattr(choose(config, "fused", "test", direction), direction)(config)
+        arguments = arguments_of(direction, data, arrange)
         poison("cuda")
-        reference.assert_close(call(grad_output, other), wanted, config.dtype, config.precision)
+        assert_right(call(*arguments), direction, case, config)
 
 
 @pytest.mark.parametrize(

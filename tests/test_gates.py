@@ -9,7 +9,7 @@ pytest.importorskip("benchmarks", reason="the benchmarks are not part of the pac
 
 from benchmarks.workloads import SUITES, select
 from gemmconv.algorithms import KERNELS
-from tests import emulator
+from tests import emulator, samples
 from tests.gates import choices, kernels, modes, tiles
 
 SOURCE = """
@@ -136,13 +136,13 @@ def test_tiles_to_watch_are_of_every_kernel_and_pass():
     assert [*map(str, tiles.picks(1, 5))] == [*map(str, tiles.picks(1, 5))] != [*map(str, tiles.picks(1))]
 
 
-@pytest.mark.skipif(emulator.compiler() is None, reason="no C++ compiler (g++ or c++) to emulate with")
+@emulator.needs_compiler
 def test_a_tile_to_watch_is_checked(builder, monkeypatch):
     pytest.importorskip("cuda.core", reason="loading kernels needs the cuda-core package")
     pick = next(pick for pick in tiles.picks(1) if (pick.kernel.name, pick.direction) == ("gemm_col2im", "forward"))
     with emulator.install(builder):
         tiles.check(pick, "cpu")
-        right = tiles.expected(pick.case, pick.config.dtype)
-        monkeypatch.setattr(tiles, "expected", lambda *_: SimpleNamespace(output=1.0 + right.output))
+        right = samples.expected(pick.case, pick.config.dtype)
+        monkeypatch.setattr(samples, "expected", lambda *_: SimpleNamespace(output=1.0 + right.output))
         with pytest.raises(AssertionError, match="relative error"):
             tiles.check(pick, "cpu")

@@ -2,9 +2,6 @@
 
 import json
 import logging
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +15,7 @@ from gemmconv.device import named
 from gemmconv.geometry import Problem
 from gemmconv.kernels.base import Config
 from gemmconv.ops import call_cache
+from tests.processes import output_of
 
 
 @pytest.fixture
@@ -87,11 +85,7 @@ def test_info_reports_wrong_settings_and_needs_no_cuda_package():
         "assert 'ModuleNotFoundError' in state['NVRTC'], state['NVRTC']\n"
         "assert state['compilations'] == 0\n"
     )
-    environment = {"GEMMCONV_EXECUTOR": "rust"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, env={**os.environ, **environment}
-    )
-    assert done.returncode == 0, done.stderr
+    output_of(code, GEMMCONV_EXECUTOR="rust")
 
 
 # The log

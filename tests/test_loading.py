@@ -27,6 +27,7 @@ from gemmconv.ops.schemas import WithoutData
 from gemmconv.runtime import compiler, executor, launch, pool
 from gemmconv.runtime.cache import KernelCache
 from tests.cases import Case
+from tests.processes import in_threads
 from tests.samples import problem_of
 
 ROOT = Path(__file__).parent.parent
@@ -91,14 +92,6 @@ def loader(monkeypatch):
     yield loader
     while pool._jobs or pool._idle < len(pool._threads):  # what an error left, which would ask the next test's loader
         time.sleep(1e-3)
-
-
-def in_threads(*works):
-    threads = [threading.Thread(target=work) for work in works]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=20)
 
 
 def program_of(*sources):

@@ -23,7 +23,6 @@ from tests import emulator, reference
 from tests.samples import config_of
 
 pytest.importorskip("cuda.core", reason="loading kernels needs the cuda-core package")
-needs_compiler = pytest.mark.skipif(emulator.compiler() is None, reason="no C++ compiler (g++ or c++) to emulate with")
 
 # 1. csrc/toy/gather.cu
 
@@ -133,7 +132,7 @@ def test_its_tiles_are_measured(monkeypatch):
     ]
 
 
-@needs_compiler
+@emulator.needs_compiler
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("layer", LAYERS)
 def test_it_runs_in_the_emulator(layer, layout, builder):

@@ -23,6 +23,7 @@ from benchmarks.workloads import SUITES, parse_layer
 from gemmconv.algorithms import Config
 from gemmconv.device import KNOWN, spec_of
 from gemmconv.selection import choose_gradients, preference
+from tests import samples
 
 ELSEWHERE = [name for name, spec in KNOWN.items() if not spec.is_hopper]
 # GPUs of the least and the greatest compute capability that kernels are for; the others run with ``make test-slow``.
@@ -47,16 +48,8 @@ def measured():
 
 def config_of(workload, precision, layout, spec):
     dtype, rounding = PRECISIONS[precision]
-    return Config(
-        workload.problem,
-        dtype,
-        torch.device("cuda", 0),
-        rounding,
-        torch_precision=rounding,
-        memory_format=FORMATS[layout],
-        bias=workload.bias,
-        spec=spec,
-    )
+    config = samples.config_of(workload.problem, dtype, FORMATS[layout], rounding)
+    return replace(config, torch_precision=rounding, bias=workload.bias, spec=spec)
 
 
 @functools.cache

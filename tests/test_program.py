@@ -32,8 +32,6 @@ from tests import emulator, reference
 from tests.cases import Case
 from tests.samples import expected, problem_of, sample
 
-needs_compiler = pytest.mark.skipif(emulator.compiler() is None, reason="no C++ compiler (g++ or c++) to emulate with")
-
 
 def test_params_lie_as_ctypes_lays_them_out():
     spec = TensorMapSpec("a", 2, (1, 1, 1, 1), (16, 16, 16), (1, 1, 1, 1))
@@ -49,12 +47,16 @@ def test_params_lie_as_ctypes_lays_them_out():
     assert slots == [(0, spec), (128, At("a")), (192, spec)]
 
 
-def of_params(params):
-    return Launch("x.cu", {}, (1, 1, 1), (1, 1, 1), params)
+def of_params(params, **more):
+    return Launch("x.cu", {}, (1, 1, 1), (1, 1, 1), params, **more)
+
+
+def step(reads, writes, overlaps=False):
+    return of_params({"a, b": (reads, writes)}, overlaps=overlaps)
 
 
 def test_params_have_as_many_values_as_names():
-    launch = Launch("x.cu", {}, (1, 1, 1), (1, 1, 1), {"a, b": (1, 2, 3)})
+    launch = of_params({"a, b": (1, 2, 3)})
     with pytest.raises(AssertionError, match=r"x.cu: values of a, b, got \(1, 2, 3\)"):
         list(launch.fields)
 
@@ -71,7 +73,7 @@ def test_a_program_can_return_zeros_of_the_strides_that_they_promise():
 GPU = torch.device("cuda", 0)  # what is configured for; every tensor is in the memory of the CPU
 
 
-@needs_compiler
+@emulator.needs_compiler
 @pytest.mark.parametrize("at_once", [False, True], ids=["one_by_one", "at_once"])
 @pytest.mark.parametrize("layout", ["channels_last", "via_channels_last"])
 def test_a_backward_pass_transposes_each_tensor_once(at_once, layout, builder, poison):
@@ -98,7 +100,7 @@ def test_a_backward_pass_transposes_each_tensor_once(at_once, layout, builder, p
     reference.assert_close(grad_weight, exact.weight_grad, torch.float32, "ieee")
 
 
-@needs_compiler
+@emulator.needs_compiler
 @pytest.mark.parametrize("with_bias", [False, True], ids=["two", "with_bias"])
 @pytest.mark.parametrize("ours", ["input_grad", "weight_grad"])
 def test_torchs_operator_computes_one_gradient_after_a_program_of_the_other(ours, with_bias, builder, monkeypatch):
@@ -129,9 +131,6 @@ def test_torchs_operator_computes_one_gradient_after_a_program_of_the_other(ours
 def test_regions_that_are_never_needed_together_share_memory():
     """b is first written by a step that may begin before the one before has ended, which still reads a."""
 
-    def step(reads, writes, overlaps=False):
-        return Launch("x.cu", {}, (1, 1, 1), (1, 1, 1), {"a, b": (reads, writes)}, overlaps=overlaps)
-
     def offsets(*steps):
         places, total = bind._laid_out(Program(torch.float32, (), (), steps, {"a": 1000, "b": 300, "c": 300}), ())
         return {name: offset for name, (_, offset) in places.items()}, total
@@ -150,9 +149,6 @@ def test_regions_lie_where_an_output_will_be_as_long_as_it_is_not_written():
         operands = (Operand("x", None),)
         return bind._laid_out(Program(torch.float32, operands, outputs, steps, {"a": 600, "b": 300, "c": 300}), made)
 
-    def step(reads, writes, overlaps=False):
-        return Launch("x.cu", {}, (1, 1, 1), (1, 1, 1), {"a, b": (reads, writes)}, overlaps=overlaps)
-
     before = step("x", "a"), step("a", "b"), step("b", "c")
     assert laid_out(*before, step("c", "y")) == ({"a": (2, 0), "b": (0, 0), "c": (2, 0)}, 768)
     assert laid_out(*before, step("c", "y"), elements=75)[0]["b"] == (0, 0)
@@ -167,16 +163,13 @@ def test_regions_lie_where_an_output_will_be_as_long_as_it_is_not_written():
 def test_what_a_gradient_keeps_aside_lies_where_the_next_ones_will_be():
     """And outputs stay in the order that they are returned in."""
 
-    def of(reads, writes):
-        return Launch("x.cu", {}, (1, 1, 1), (1, 1, 1), {"a, b": (reads, writes)})
-
     operands = (Operand("grad_output", None),)
     of_bias = Program(
         *(torch.float32, operands, (Output("grad_bias", (4,), (1,)),)),
-        *((of("grad_output", "sums"), of("sums", "grad_bias")), {"sums": 1000}),
+        *((step("grad_output", "sums"), step("sums", "grad_bias")), {"sums": 1000}),
     )
     of_input = Program(
-        torch.float32, operands, (Output("grad_input", (300,), (1,)),), (of("grad_output", "grad_input"),)
+        torch.float32, operands, (Output("grad_input", (300,), (1,)),), (step("grad_output", "grad_input"),)
     )
     both = concatenate(of_bias, of_input, ("grad_output",))
     assert [output.name for output in both.outputs] == ["grad_input", "grad_bias"]

@@ -15,7 +15,6 @@ from gemmconv.kernels.forms import launches
 from gemmconv.kernels.program import Operand, Output, Program, Zero
 from gemmconv.kernels.splits import reduce
 
-needs_compiler = pytest.mark.skipif(emulator.compiler() is None, reason="no C++ compiler (g++ or c++) to emulate with")
 CPU = torch.device("cpu")
 LAST = torch.channels_last
 
@@ -61,7 +60,7 @@ def check(layer, dtype, layout, widens, poison):
     assert (found.double() - exact).abs().max() <= bound
 
 
-@needs_compiler
+@emulator.needs_compiler
 @pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("layout", [torch.contiguous_format, LAST], ids=str)
@@ -71,7 +70,7 @@ def test_sums_in_every_form(layer, dtype, layout, builder, poison):
             check(layer, dtype, layout, widens, poison)
 
 
-@needs_compiler
+@emulator.needs_compiler
 @pytest.mark.parametrize(
     "mistake",
     [

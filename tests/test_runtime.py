@@ -20,8 +20,8 @@ import torch
 import gemmconv
 from benchmarks.workloads import SUITES
 from gemmconv.geometry import Problem
-from tests.compiling import compile_into
 from tests.gates.modes import branches
+from tests.processes import compile_into
 from tests.samples import config_of
 
 pytest.importorskip("cuda.core", reason="compiling needs the cuda-core package")

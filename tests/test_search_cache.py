@@ -2,8 +2,6 @@
 
 import os
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +13,7 @@ from gemmconv import selection
 from gemmconv.algorithms import base
 from gemmconv.kernels import search_cache
 from gemmconv.runtime import cache
+from tests.processes import output_of
 from tests.test_size_classes import LAYERS, PASSES, config_of
 
 CASES = [
@@ -134,8 +133,5 @@ def test_what_somebody_else_wrote_is_not_run(entry, disk):
 def test_a_process_that_ends_writes_what_it_found(tmp_path):
     code = "from gemmconv.kernels import search_cache as s; s.without_gpu = True; s.cached(lambda: 1, {!r}.upper, True)"
     for text, printed in (("a", "A"), ("b", "A")):
-        command = [sys.executable, "-c", f"{code.format(text)}; print(*s._entries().values())"]
-        environment = {**os.environ, "GEMMCONV_CACHE_DIR": str(tmp_path)}
-        root = Path(__file__).parent.parent
-        done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=True)
-        assert done.stdout.strip() == str(pickle.dumps(printed))
+        found = output_of(f"{code.format(text)}; print(*s._entries().values())", GEMMCONV_CACHE_DIR=str(tmp_path))
+        assert found.strip() == str(pickle.dumps(printed))

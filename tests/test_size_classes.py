@@ -3,14 +3,10 @@
 import functools
 import itertools
 import json
-import os
 import pickle
 import random
 import statistics
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,6 +20,7 @@ from gemmconv.hashing import hashed_once
 from gemmconv.kernels.base import Config
 from gemmconv.kernels.size_class import representatives
 from gemmconv.validation import made_problem
+from tests.processes import output_of
 
 # Channels, kernel, stride, padding, output padding.
 LAYERS = {
@@ -120,11 +117,8 @@ def some_choices(order):
 def test_choices_are_the_same_in_either_order_and_in_another_process():
     """The other begins with empty caches, at the other end, with other hashes of strings."""
     code = "import json, tests.test_size_classes as t; print(json.dumps(t.some_choices(-1)))"
-    root = Path(__file__).parent.parent
-    environment = {**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": str(root)}
-    command = [sys.executable, "-c", code]
-    other = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=300, check=True)
-    assert json.loads(other.stdout.splitlines()[-1]) == some_choices(1)
+    other = output_of(code, PYTHONHASHSEED="7")
+    assert json.loads(other.splitlines()[-1]) == some_choices(1)
 
 
 @pytest.mark.parametrize("direction", PASSES)

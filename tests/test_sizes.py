@@ -15,17 +15,13 @@ from gemmconv.geometry import Problem
 from gemmconv.kernels.base import Kernel
 from gemmconv.kernels.layout.transpose import transposition
 from gemmconv.kernels.size_class import representatives
-from tests import emulator, reference
+from tests import emulator
 from tests.cases import Case
-from tests.samples import config_of, expected, problem_of, sample
+from tests.samples import arguments_of, assert_right, channels_last, config_of, problem_of, sample
 from tests.test_kernels import PASSES, Run
 
 NCHW, NHWC = FORMATS = torch.contiguous_format, torch.channels_last
-HALF, BFLOAT16, IEEE, TF32 = (
-    *((torch.float16, "ieee"), (torch.bfloat16, "ieee")),
-    *((torch.float32, "ieee"), (torch.float32, "tf32")),
-)
-emulated = pytest.mark.skipif(emulator.compiler() is None, reason="no C++ compiler (g++ or c++) to emulate with")
+HALF, IEEE, TF32 = (torch.float16, "ieee"), (torch.float32, "ieee"), (torch.float32, "tf32")
 
 
 def around(layer):
@@ -185,7 +181,7 @@ def of_kernel(algorithm, kernel, direction):
             return
 
 
-@emulated
+@emulator.needs_compiler
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("algorithm", "kernel", "direction"),
@@ -200,16 +196,12 @@ def of_kernel(algorithm, kernel, direction):
 )
 def test_tiles_of_a_class_compute_what_they_should(algorithm, kernel, direction, builder, poison):
     for case, config, choice in of_kernel(algorithm, kernel, direction):
-        data, exact, form = sample(case, config.dtype, "cpu"), expected(case, config.dtype), config.memory_format
-        tensors = data.grad_output, data.input, data.weight
-        output, input, weight = (one.contiguous(memory_format=form) for one in tensors)
-        backward = {"input_grad": (output, weight), "weight_grad": (output, input)}
+        arrange = channels_last if config.channels_last else torch.Tensor.contiguous
+        arguments = arguments_of(direction, sample(case, config.dtype, "cpu"), arrange)
         poison("cpu")
         with emulator.install(builder):
-            call = choice.program(config, direction).prepare(config.device)
-            result = call(*backward.get(direction, (input, weight, data.bias)))
-        wanted = getattr(exact, "output" if direction == "forward" else direction)
-        reference.assert_close(result, wanted, config.dtype, config.precision)
+            result = choice.program(config, direction).prepare(config.device)(*arguments)
+        assert_right(result, direction, case, config)
 
 
 KINDS = {kind: getattr(torch, kind.replace("tf32", "float32")) for kind in ("float16", "bfloat16", "float32", "tf32")}
@@ -272,7 +264,7 @@ def few_blocks(operation):
     return 3 if PASSES[operation][0].startswith("sm90") else None
 
 
-@emulated
+@emulator.needs_compiler
 @pytest.mark.parametrize(
     ("layer", "images", "suits", "like"),
     [

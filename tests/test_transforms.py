@@ -78,23 +78,6 @@ def test_conv_transpose2d_under_vmap_matches_a_loop(in_dims, out_dim, device):
     torch.testing.assert_close(vmap(ours, in_dims, out_dim)(*arguments), torch.stack(rows, out_dim))
 
 
-def test_conv_transpose2d_under_vmap_of_single_images_matches_the_batch(device):
-    images, weight, bias = tensors(device)
-    actual = vmap(ours, in_dims=(0, None, None))(images, weight, bias)
-    torch.testing.assert_close(actual, ours(images, weight, bias))
-
-
-def test_conv_transpose2d_gives_gradients_per_sample(device):
-    images, weight, bias = tensors(device)
-
-    def loss(function):
-        return lambda image, weight, bias: function(image[None], weight, bias).square().sum()
-
-    actual = vmap(grad(loss(ours), argnums=(1, 2)), in_dims=(0, None, None))(images, weight, bias)
-    rows = [grad(loss(theirs), argnums=(1, 2))(image, weight, bias) for image in images]
-    assert_all_equal(actual, [torch.stack(column) for column in zip(*rows, strict=True)])
-
-
 def test_conv_transpose2d_under_func_grad_and_vjp_matches_torch(device):
     results = []
     for function in (ours, theirs):
@@ -150,6 +133,10 @@ TRANSFORMED = {
     "jvp_of_jvp": lambda f, x, w: jvp(lambda x: jvp(lambda w: f(x, w).sin(), (w,), (w,))[1], (x,), (x,))[1],
     "jvp_of_vmap": lambda f, x, w: jvp(vmap(lambda x: f(x[None], w)), (x,), (x,))[1],
     "vmap_of_nothing": lambda f, x, w: vmap(lambda x: f(x[None], w))(x[:0]),
+    "vmap_of_single_images": lambda f, x, w: vmap(lambda x: f(x, w, w.sum((0, 2, 3)).repeat(2)))(x),
+    "gradients_per_sample": lambda f, x, w: vmap(
+        grad(lambda x, w: f(x[None], w, w.sum((0, 2, 3)).repeat(2)).square().sum(), argnums=(0, 1)), in_dims=(0, None)
+    )(x, w),
     "hessian": lambda f, x, w: hessian(lambda w: f(x, w).pow(3).sum())(w),
     "jacfwd_of_jacfwd": lambda f, x, w: jacfwd(jacfwd(lambda w: f(x, w).pow(3).sum()))(w),
     "functionalize": lambda f, x, w: functionalize(f)(x, w),
@@ -177,7 +164,7 @@ def test_a_precision_that_says_nothing_under_transforms_changes_nothing(transfor
     torch.testing.assert_close(actual, TRANSFORMED[transformed](theirs, *small("cpu")))
 
 
-@pytest.mark.parametrize("transformed", ["jvp_of_vmap", "hessian"])
+@pytest.mark.parametrize("transformed", ["jvp_of_vmap", "vmap_of_single_images", "gradients_per_sample", "hessian"])
 def test_an_algorithm_by_name_under_transforms_matches_torch(transformed, device):
     chosen = functools.partial(ours, algorithm="gemm_col2im")
     actual = TRANSFORMED[transformed](chosen, *small(device))

@@ -33,7 +33,6 @@ SHAPES += [
     (2, 1040, 2, 4),
     (1, 80, 10, 26),
 ]
-needs_compiler = pytest.mark.skipif(emulator.compiler() is None, reason="no C++ compiler (g++ or c++) to emulate with")
 
 
 def config_of(dtype, device, memory_format=torch.channels_last):
@@ -50,7 +49,7 @@ def check(call, tensor, memory_format):
     assert torch.equal(result, tensor)
 
 
-@needs_compiler
+@emulator.needs_compiler
 @pytest.mark.parametrize(("shape", "dtype"), [*itertools.product(SHAPES, DTYPES)], ids=str)
 def test_transpose_kernel_moves_every_element(builder, shape, dtype, poison):
     tensor = random_tensor(shape, dtype)
@@ -61,7 +60,7 @@ def test_transpose_kernel_moves_every_element(builder, shape, dtype, poison):
             check(calls[memory_format], tensor.contiguous(memory_format=other), memory_format)
 
 
-@needs_compiler
+@emulator.needs_compiler
 def test_transpose_kernel_in_64_bits(builder, monkeypatch):
     monkeypatch.setattr("gemmconv.kernels.macros.INT32_MAX", 0)
     macros = transpose.macros_of(8, 12, True, 2)
@@ -71,7 +70,7 @@ def test_transpose_kernel_in_64_bits(builder, monkeypatch):
         check(call, random_tensor((2, 8, 3, 4), torch.float16), torch.channels_last)
 
 
-@needs_compiler
+@emulator.needs_compiler
 def test_transpose_leaves_what_it_cannot_take_to_torch(builder, monkeypatch):
     shape = (2, 6, 4, 3)
     with emulator.install(builder):
@@ -85,7 +84,7 @@ def test_transpose_leaves_what_it_cannot_take_to_torch(builder, monkeypatch):
             check(calls[memory_format], arranged, memory_format)
 
 
-@needs_compiler
+@emulator.needs_compiler
 def test_transpose_takes_more_images_than_a_grid_axis_holds(builder, monkeypatch):
     monkeypatch.setattr(program, "MAX_GRID_Y", 3)
     tensor = random_tensor((7, 6, 4, 3), torch.float16)
@@ -94,7 +93,7 @@ def test_transpose_takes_more_images_than_a_grid_axis_holds(builder, monkeypatch
         check(call, tensor, FORMATS[1])
 
 
-@needs_compiler
+@emulator.needs_compiler
 @pytest.mark.parametrize(
     ("shape", "mistake"),
     [

@@ -1,6 +1,7 @@
 """Suites by turns: whole networks and the host alone, their files, and what the report makes of them."""
 
 import csv
+import functools
 import re
 import time
 from argparse import Namespace
@@ -32,12 +33,7 @@ def turn_of(**changes):
     return Turn(**{**values, **changes})
 
 
-def turns_of(*rows, about=ABOUT):
-    made = Turns()
-    made.begin(about, {})
-    for row in rows:
-        made.add(row)
-    return made
+turns_of = functools.partial(results_of, kind=Turns)
 
 
 def test_by_turns_begins_each_round_with_another(monkeypatch):

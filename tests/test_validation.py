@@ -262,16 +262,6 @@ MODULE_MISTAKES = [
 ]
 
 
-@by_mistake(MODULE_MISTAKES)
-def test_module_constructor_rejects(mistake):
-    """Some of them torch notices in the first call."""
-
-    def make_and_call(**arguments):
-        return torch.nn.ConvTranspose2d(**arguments)(INPUT)
-
-    check(mistake, gemmconv.ConvTranspose2d, make_and_call, GOOD_MODULE)
-
-
 @pytest.mark.parametrize(
     "changes",
     [
@@ -310,13 +300,6 @@ FORWARD_MISTAKES = [
 ]
 
 
-@by_mistake(FORWARD_MISTAKES)
-def test_module_forward_rejects(mistake):
-    ours = gemmconv.ConvTranspose2d(4, 6, 3, stride=2)
-    theirs = torch.nn.ConvTranspose2d(4, 6, 3, stride=2)
-    check(mistake, ours, theirs, GOOD_FORWARD)
-
-
 # im2col and col2im
 
 GOOD_UNFOLD = {"input": INPUT, "kernel_size": 3}
@@ -336,11 +319,6 @@ UNFOLD_MISTAKES = [
 ]
 
 
-@by_mistake(UNFOLD_MISTAKES)
-def test_im2col_rejects(mistake):
-    check(mistake, gemmconv.im2col, torch.nn.functional.unfold, GOOD_UNFOLD)
-
-
 COLUMNS = torch.randn(2, 36, 12)
 GOOD_FOLD = {"columns": COLUMNS, "output_size": (5, 6), "kernel_size": 3}
 HUGE_IMAGES = {"columns": COLUMNS[..., :4], "output_size": 2**40 + 3, "stride": 2**40}
@@ -358,12 +336,30 @@ FOLD_MISTAKES = [
 ]
 
 
-@by_mistake(FOLD_MISTAKES)
-def test_col2im_rejects(mistake):
-    def fold(columns, **options):
-        return torch.nn.functional.fold(columns, **options)
+REJECTED = {  # a function of ours, torch's, good arguments, and mistakes, some of which torch notices in a call
+    "module_constructor": (
+        *(gemmconv.ConvTranspose2d, lambda **given: torch.nn.ConvTranspose2d(**given)(INPUT), GOOD_MODULE),
+        MODULE_MISTAKES,
+    ),
+    "module_forward": (
+        *(kind(4, 6, 3, stride=2) for kind in (gemmconv.ConvTranspose2d, torch.nn.ConvTranspose2d)),
+        *(GOOD_FORWARD, FORWARD_MISTAKES),
+    ),
+    "im2col": (gemmconv.im2col, torch.nn.functional.unfold, GOOD_UNFOLD, UNFOLD_MISTAKES),
+    "col2im": (
+        *(gemmconv.col2im, lambda columns, **given: torch.nn.functional.fold(columns, **given), GOOD_FOLD),
+        FOLD_MISTAKES,
+    ),
+}
 
-    check(mistake, gemmconv.col2im, fold, GOOD_FOLD)
+
+@pytest.mark.parametrize(
+    ("name", "mistake"),
+    [pytest.param(name, one, id=f"{name}-{one.id}") for name, (*_, mistakes) in REJECTED.items() for one in mistakes],
+)
+def test_other_functions_reject(name, mistake):
+    ours, theirs, good, _ = REJECTED[name]
+    check(mistake, ours, theirs, good)
 
 
 @pytest.mark.parametrize("two", [np.int64(2), torch.tensor(2)], ids=["numpy", "tensor"])

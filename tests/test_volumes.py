@@ -26,14 +26,8 @@ ARGUMENTS = {"stride": 2, "padding": 1, "output_padding": 1}
 
 
 def geometry_of(problem):
-    p = problem
-    return {
-        "stride": p.stride,
-        "padding": p.padding,
-        "output_padding": p.output_padding,
-        "groups": p.groups,
-        "dilation": p.dilation,
-    }
+    names = "stride", "padding", "output_padding", "groups", "dilation"
+    return {name: getattr(problem, name) for name in names}
 
 
 def tensors_of(problem, dtype=torch.float32, device="cpu"):
@@ -41,7 +35,7 @@ def tensors_of(problem, dtype=torch.float32, device="cpu"):
     return [torch.randn(shape, dtype=torch.float64).to(device, dtype) for shape in shapes]
 
 
-@pytest.mark.skipif(emulator.compiler() is None, reason="no C++ compiler (g++ or c++) to emulate with")
+@emulator.needs_compiler
 @pytest.mark.parametrize(("problem", "kind"), [*itertools.product(PROBLEMS, KINDS)], ids=str)
 def test_kernel_computes_both_passes_of_volumes(problem, kind, builder, poison):
     dtype, precision, tolerance = kind

@@ -40,7 +40,9 @@ import torch
 from tests.emulator.build import Builder, compiler
 from tests.emulator.translate import TWINS
 
-__all__ = ["Builder", "Edit", "Kernel", "compiler", "install"]
+__all__ = ["Builder", "Edit", "Kernel", "compiler", "install", "needs_compiler"]
+
+needs_compiler = pytest.mark.skipif(compiler() is None, reason="no C++ compiler (g++ or c++) to emulate with")
 
 _SHARED_BYTES_UNASKED = 48 << 10
 _ONE_AT_A_TIME = threading.Lock()

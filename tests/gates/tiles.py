@@ -22,9 +22,9 @@ import torch
 from gemmconv.algorithms import KERNELS
 from gemmconv.kernels.base import Config, Kernel, Pass
 from gemmconv.kernels.forms import launches
-from tests import cases, reference
+from tests import cases
 from tests.cases import Case
-from tests.samples import Sample, channels_last, expected, problem_of, sample
+from tests.samples import arguments_of, assert_right, channels_last, problem_of, sample
 
 _NUMERICS = (torch.float32, "ieee"), (torch.float32, "tf32"), (torch.float16, "ieee"), (torch.bfloat16, "ieee")
 _FORMATS = torch.contiguous_format, torch.channels_last
@@ -51,6 +51,11 @@ class Pick(NamedTuple):
         layout = "channels_last" if self.config.memory_format is torch.channels_last else "nchw"
         kind = f"{str(self.config.dtype).removeprefix('torch.')} ({self.config.precision}) {layout}"
         return f"{self.kernel.name} {self.direction} {self.case.id} {kind}"
+
+    def arguments(self, device: str) -> tuple[torch.Tensor, ...]:
+        """The tensors of the pass, in the picked format."""
+        arrange = channels_last if self.config.channels_last else torch.Tensor.contiguous
+        return arguments_of(self.direction, sample(self.case, self.config.dtype, device), arrange)
 
 
 def picks(each: int, seed: int = 0) -> Iterator[Pick]:
@@ -90,35 +95,13 @@ def check(pick: Pick, device: str = "cuda") -> None:
     Raises:
         AssertionError: a result is wrong.
     """
-    config, exact = pick.config, expected(pick.case, pick.config.dtype)
-    arguments = arguments_of(pick, sample(pick.case, config.dtype, device))
+    config, arguments = pick.config, pick.arguments(device)
     program = pick.kernel.program(config, pick.direction, pick.tile)
     assert program is not None
     call = program.prepare(torch.device(device, 0) if device == "cuda" else torch.device(device))
     for output in program.outputs:  # which the allocator gives again
         torch.full(output.shape, torch.nan, dtype=config.dtype, device=device)
-    found = call(*arguments)
-    wanted = {
-        "forward": ("output",),
-        "input_grad": ("input_grad",),
-        "weight_grad": ("weight_grad",),
-        "grads": ("input_grad", "weight_grad"),
-    }[pick.direction]
-    for one, name in zip(found if isinstance(found, tuple) else (found,), wanted, strict=True):
-        reference.assert_close(one, getattr(exact, name), config.dtype, config.precision)
-
-
-def arguments_of(pick: Pick, data: Sample) -> tuple[torch.Tensor, ...]:
-    """The tensors of a pass, in the picked format."""
-    arrange = channels_last if pick.config.memory_format is torch.channels_last else torch.Tensor.contiguous
-    input, weight, grad_output = (arrange(tensor) for tensor in (data.input, data.weight, data.grad_output))
-    of_pass = {
-        "forward": (input, weight, data.bias),
-        "input_grad": (grad_output, weight),
-        "weight_grad": (grad_output, input),
-        "grads": (grad_output, input, weight),
-    }
-    return of_pass[pick.direction]
+    assert_right(call(*arguments), pick.direction, pick.case, config)
 
 
 def compile_all(picked: Sequence[Pick]) -> None:
@@ -129,8 +112,7 @@ def compile_all(picked: Sequence[Pick]) -> None:
     for pick in picked:
         program = pick.kernel.program(pick.config, pick.direction, pick.tile)
         assert program is not None
-        tensors = arguments_of(pick, sample(pick.case, pick.config.dtype, "cpu"))
-        wanted += [(step.source, step.macros) for step in launches(program, tensors, pick.config.device)]
+        wanted += [(step.source, step.macros) for step in launches(program, pick.arguments("cpu"), pick.config.device)]
     launch.compile_together(wanted, 0)
 
 
