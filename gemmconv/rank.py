@@ -30,15 +30,15 @@ from gemmconv.functional import conv_transpose2d
 from gemmconv.geometry import Problem, phases_of
 from gemmconv.kernels.base import Config, Pass, Precision
 from gemmconv.ops import volumes
-from gemmconv.ops.autocast import current_dtype
+from gemmconv.ops.autocast import current_dtype, is_autocast_on
 from gemmconv.ops.call_cache import arguments_key, find_or_make
+from gemmconv.ops.plain import are_torch_tensors
 from gemmconv.ops.schemas import is_channels_last
 from gemmconv.selection import NAMES, torch_precision
 
 Ints = int | Sequence[int]
 Way = Literal["images", "product", "torch"]  # of computing a volume
 _DENSE, _FEW = 16, 64  # channels of a group: fewer are few for a tensor core; at most so many are few for cuDNN
-_PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))
 _LARGE_ON_A_CPU = 1 << 21  # elements of an output
 
 
@@ -243,11 +243,11 @@ def _is_for_torch(input: Any, weight: Any, bias: Any, algorithm: str) -> bool:
 def _known(input: Any, weight: Any, bias: Any, geometry: Any, options: Any) -> Problem:
     """:func:`_checked`, which repeated calls of plain tensors pass by."""
     tensors = input, weight, bias
-    are_plain = not torch.compiler.is_compiling() and all(type(one) in _PLAIN for one in tensors)
+    are_plain = not torch.compiler.is_compiling() and are_torch_tensors(*tensors)
     if not are_plain or (text := arguments_key((geometry, options))) is None:
         return _checked(3, input, weight, bias, geometry, options)
     described = (None if one is None else (one.shape, one.dtype, one.device, one.layout) for one in tensors)
-    key = "checked", *described, text, torch.is_autocast_enabled(input.device.type)
+    key = "checked", *described, text, is_autocast_on(input.device.type)
     problem: Problem = find_or_make(key, lambda: _checked(3, input, weight, bias, geometry, options))
     return problem
 
@@ -261,7 +261,7 @@ def _checked(rank: int, input: Any, weight: Any, bias: Any, geometry: Any, optio
     validation.choice(where, options["algorithm"], NAMES, options["precision"], options["workspace_limit"])
     shape = input.shape if input.dim() != 1 + rank else (1, *input.shape)
     problem = validation.problem(where, shape, weight.shape, *validation.geometry(where, *geometry, rank=rank))
-    if not torch.is_autocast_enabled(input.device.type):
+    if not is_autocast_on(input.device.type):
         validation.same_kind(where, named)
     validation.bias_shape(where, bias, problem.out_channels)
     validation.sizes(where, problem, input.dtype.itemsize)
@@ -373,7 +373,8 @@ class _Interleave(torch.autograd.Function):
         volume = phases[0].new_empty(shape)
         volume = volume.permute(0, 4, 1, 2, 3) if last else volume
         for place, images in zip(places, phases, strict=True):
-            volume[:, :, place::stride] = images.unflatten(0, (batch, -1)).transpose(1, 2)
+            part = volume[:, :, place::stride]
+            part.copy_(images.unflatten(0, (batch, part.shape[2])).transpose(1, 2))
         return volume
 
     @staticmethod
