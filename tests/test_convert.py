@@ -237,6 +237,22 @@ def test_a_model_is_converted_for_a_block():
     assert model[1].algorithm == "direct"
 
 
+def test_a_block_restores_the_layers_that_there_were_before_it():
+    model, added = nn.Sequential(nn.ConvTranspose2d(3, 4, 3)), gemmconv.ConvTranspose2d(3, 4, 3, algorithm="native")
+    with gemmconv.converted(model):
+        taken, model[0] = model[0], added
+    assert type(taken) is nn.ConvTranspose2d
+    assert type(added) is gemmconv.ConvTranspose2d
+
+
+def test_revert_leaves_a_layer_whose_forward_was_replaced(caplog):
+    layer, images = gemmconv.convert(nn.ConvTranspose2d(3, 4, 3)), torch.randn(1, 3, 5, 6)
+    ours, wanted = layer.forward, layer(images)
+    layer.forward = lambda *inputs: ours(*inputs)
+    assert gemmconv.revert(layer)(images).equal(wanted)
+    assert "stays, since its forward was replaced" in caplog.text
+
+
 @each_rank
 def test_functions_are_patched_for_a_block(rank, monkeypatch):
     name = f"conv_transpose{rank}d"
