@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from pathlib import Path
 
 
@@ -19,3 +20,10 @@ def cache_folder() -> Path | None:
     except RuntimeError:  # the user has no home directory
         return None
     return Path(base) / "gemmconv"
+
+
+def make_writable(folder: Path) -> None:
+    """Make a folder if there is none; raises OSError if files cannot be written into it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder):
+        pass

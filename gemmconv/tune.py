@@ -88,11 +88,11 @@ def tune(model: nn.Module, *example_inputs: Any, backward: bool = True, path: st
     Raises:
         TypeError: ``model`` is no torch.nn.Module, or ``backward`` no bool.
         ValueError: the file is there and was not written by this function, or no output requires gradients.
+        OSError: the file cannot be written, which is found out before anything is measured.
     """
     check_step("tune", model, backward)
     where = tuned.default_path() if path is None else Path(path)
-    if where.exists():
-        tuned.read(where)  # raises before the measurements if it is another file
+    tuned.check(where)
     steps, of_volumes = _steps_of(model, example_inputs, backward)
     choices = {(config, one): _choices(config, one) for config, one in steps if one != "grads"}
     _compile(choices)
@@ -125,6 +125,8 @@ def _steps_of(
         input, weight = arguments[0] if arguments else named["input"], layer.weight
         if layer.algorithm != "auto" or named.get("output_size") is not None or len(arguments) > 1:
             return  # output_padding is not the layer's own
+        if not input.numel():
+            return  # there is no time to measure, and no size is near
         dtype, of_weight = current_dtype(input), backward and weight.requires_grad
         if isinstance(layer, ConvTranspose3d):
             volume = _volume_of(layer, input, dtype)

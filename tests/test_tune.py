@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -209,6 +209,32 @@ def test_another_file_is_refused(tmp_path, text):
         gemmconv.load_tuned(path)
     with pytest.raises(ValueError, match="path must name a file"):
         gemmconv.tune(layer(), torch.randn(2, 8, 6, 5), path=path)
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"size": [0, 6, 5]},
+        {"size": "a"},
+        {"algorithms": []},
+        {"kernel": 3},
+        {"how": "x"},
+        {"microseconds": {"native": ""}},
+    ],
+    ids=str,
+)
+def test_entries_that_no_call_could_use_are_refused(tmp_path, field):
+    path, entry = tmp_path / "tuned.json", {**asdict(ENTRY), **field}
+    path.write_text(json.dumps({"format": 1, "gemmconv": gemmconv.__version__, "entries": [entry]}))
+    with pytest.raises(ValueError, match="path must name a file"):
+        gemmconv.load_tuned(path)
+
+
+def test_nothing_is_measured_of_an_empty_batch_or_for_a_file_that_cannot_be_written(tmp_path):
+    assert gemmconv.tune(layer(), torch.randn(0, 8, 6, 5), path=tmp_path / "tuned.json") == []
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="file"):
+        gemmconv.tune(torch.nn.Module(), path=tmp_path / "file" / "tuned.json")  # the module cannot be run
 
 
 def test_what_is_no_model_is_refused():
