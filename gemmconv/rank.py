@@ -337,7 +337,9 @@ def _as_images(
                 found.append(value[:, None, None].expand(batch * count, -1, *p.output_size[1:]))
         places = tuple(part[0] for part in parts)
         kind = _Interleave if torch.compiler.is_compiling() else _InterleaveWithTangents
-        volume = kind.apply(batch, p.output_size[0], p.stride[0], places, last, *found)
+        # torch.jit.trace has no rule for a function of autograd, so its operators are traced, which have gradients too.
+        interleave = kind.apply if torch._C._get_tracing_state() is None else _Interleave.forward
+        volume = interleave(batch, p.output_size[0], p.stride[0], places, last, *found)
     return volume.contiguous(memory_format=torch.channels_last_3d if last else torch.contiguous_format)
 
 

@@ -1,5 +1,6 @@
 """Layers and functions of one, two and three axes beside torch's own."""
 
+import io
 import random
 import subprocess
 import sys
@@ -169,6 +170,8 @@ def test_transforms_compiled_graphs_and_exports(rank):
     wanted = layer(input)
     torch.testing.assert_close(torch.compile(layer, backend="aot_eager", fullgraph=True)(input), wanted)
     torch.testing.assert_close(torch.export.export(layer, (input,)).module()(input), wanted)
+    torch.jit.save(torch.jit.trace(layer, 2 * input[:1]), file := io.BytesIO())
+    torch.testing.assert_close(torch.jit.load(io.BytesIO(file.getvalue()))(input), wanted)
     images = torch.stack([input, 2 * input])
     torch.testing.assert_close(torch.func.vmap(layer)(images)[0], wanted)
     gradients = torch.func.grad(lambda one: layer(one).square().sum())(input)
