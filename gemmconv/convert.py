@@ -135,10 +135,7 @@ def revert(model: Model) -> Model:
 
 @contextlib.contextmanager
 def converted(model: Model, **settings: Any) -> Iterator[Model]:
-    """Convert a model inside a ``with`` block; see :func:`convert`. Layers that were converted before stay so.
-
-    After the block, the layers that the model had before it are what they were, also those that it has no more.
-    """
+    """Convert a model inside a ``with`` block; see :func:`convert`. Layers that were converted before stay so."""
     validation.model("converted", model)
     layers = [one for one in model.modules() if isinstance(one, tuple(OURS))]
     before = {one: {name: one.__dict__.get(name) for name in _SETTINGS} if _own_class(one) else None for one in layers}
@@ -252,6 +249,6 @@ def _lines(model: nn.Module) -> list[Line]:
         elif "ConvTranspose" in (original := getattr(module, "original_name", kind.__name__)):
             is_scripted = isinstance(module, torch.jit.ScriptModule)
             if is_scripted or kind.__module__.startswith("torch.ao"):
-                how = "scripted" if is_scripted else "quantised"
-                lines.append(Line(name, original, False, f"{original}: it was {how} first: convert before that"))
+                why = "scripted: trace a converted model" if is_scripted else "quantised: no kernel takes integers"
+                lines.append(Line(name, original, False, f"{original}: it was {why}"))
     return lines
