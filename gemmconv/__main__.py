@@ -206,9 +206,8 @@ def _check_folder(flag: str, folder: Path) -> None:
     """Make a folder, and find out now, not after all was measured, whether files can be written into it."""
     try:
         make_writable(folder)
-    except OSError as error:
-        rule = f"cannot make the folder {folder} or write into it"
-        raise ValueError(f"argument {flag}: {rule}: {error.strerror}") from error
+    except OSError as why:
+        raise ValueError(f"argument {flag}: cannot make the folder {folder} or write into it: {why.strerror}") from why
 
 
 def _compare(

@@ -289,10 +289,7 @@ def _tuned_gradients(config: Config, weight_config: Config) -> Gradients | None:
     entry = tuned.entry_of(config, "grads")
     if entry is None or config.memory_format is not weight_config.memory_format:
         return None
-    known = [BY_NAME[name] for name in entry.algorithms if name in BY_NAME]
-    if len(known) != 2:
-        return None
-    first, second = known
+    first, second = (BY_NAME[name] for name in entry.algorithms)
     if first.why_not(config, "input_grad") is not None or second.why_not(config, "weight_grad") is not None:
         return None
     return Gradients(first, second, *(entry.how.get(name, False) for name in ("share", "at_once", "turned")))

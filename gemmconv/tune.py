@@ -123,10 +123,8 @@ def _steps_of(
 
     def record(layer: Any, arguments: tuple[Tensor, ...], named: dict[str, Any]) -> None:
         input, weight = arguments[0] if arguments else named["input"], layer.weight
-        if layer.algorithm != "auto" or named.get("output_size") is not None or len(arguments) > 1:
-            return  # output_padding is not the layer's own
-        if not input.numel():
-            return  # there is no time to measure, and no size is near
+        if layer.algorithm != "auto" or named.get("output_size") is not None or len(arguments) > 1 or not input.numel():
+            return  # output_padding is not the layer's own, or the batch is empty
         dtype, of_weight = current_dtype(input), backward and weight.requires_grad
         if isinstance(layer, ConvTranspose3d):
             volume = _volume_of(layer, input, dtype)

@@ -177,7 +177,7 @@ def read(path: Path) -> list[Entry]:
             log.info("tuned choices of gemmconv %s in %s are passed over; tune again", content["gemmconv"], path)
             return []
         return [_entry(**one) for one in content["entries"]]
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
         rule = "name a file that gemmconv.tune wrote"
         validation.fail(ValueError, "tuned", "path", rule, f"{path} ({error})", "tune again into another file")
 
@@ -185,12 +185,10 @@ def read(path: Path) -> list[Entry]:
 def _entry(key: list[str], size: list[int], algorithms: list[str], **others: Any) -> Entry:
     made = Entry(tuple(key), tuple(size), tuple(algorithms), **others)
     texts = *made.key, *made.algorithms, made.kernel, made.tile, *made.how, *made.microseconds
-    if not (
-        all(isinstance(one, str) for one in texts)
-        and all(isinstance(one, int) and one >= 1 for one in made.size)
-        and all(isinstance(one, float | int) for one in (*made.microseconds.values(), *made.how.values()))
-        and len(made.algorithms) in (1, 2)
-    ):
+    numbers = *made.size, *made.how.values(), *made.microseconds.values()
+    are_right = all(isinstance(one, str) for one in texts) and all(isinstance(one, int | float) for one in numbers)
+    count = 2 if "grads" in made.key and len(made.size) == 3 else 1  # both gradients of images
+    if not are_right or len(made.algorithms) != count or min(made.size) < 1:
         raise TypeError(f"not an {made}")
     return made
 

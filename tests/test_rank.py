@@ -183,11 +183,11 @@ def test_transforms_compiled_graphs_and_exports(rank):
 def test_calls_on_the_meta_device_and_of_no_images(rank):
     """The meta device has no autocast, which torch refuses to answer for."""
     layer, input = LAYERS[rank](3, 2, 3, 2, dilation=2, algorithm="gemm_col2im"), tensors_of(rank, torch.float32)[0]
-    wanted = layer(input).shape
-    assert layer(input[:0]).shape == (0, *wanted[1:])
-    assert all(one.grad.count_nonzero() == 0 for one in layer.parameters() if not layer(input[:0]).sum().backward())
+    shape = layer(input).shape
+    layer(input[:0]).sum().backward()
+    assert layer(input[:0]).shape == (0, *shape[1:])
     layer, input = layer.to("meta"), input.to("meta")
-    assert layer(input).shape == wanted
+    assert layer(input).shape == shape
     assert gemmconv.explain(layer, input, gpu="A100").input_shape == input.shape
     with pytest.raises(RuntimeError, match="weight must be on the device of input, cpu, got meta"):
         layer(tensors_of(rank, torch.float32)[0])

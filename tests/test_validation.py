@@ -168,14 +168,13 @@ def test_conv_transpose2d_rejects_meta_tensors_alike(name):
 @pytest.mark.parametrize("rank", [1, 2])
 def test_conv_transpose_rejects_another_device_after_a_call_that_is_right(rank, algorithm):
     """torch's operator would compute with memory that is not there."""
-    function = getattr(gemmconv, f"conv_transpose{rank}d")
-    input, weight, bias = torch.randn(1, 4, *(3,) * rank), Parameter(torch.randn(4, 5, *(3,) * rank)), BIAS.new_ones(5)
-    on_meta = Parameter(weight.detach().to("meta"))
-    function(input, weight, bias, algorithm=algorithm)
+    input, weight, bias = torch.randn(1, 4, *(3,) * rank), Parameter(torch.randn(4, 6, *(3,) * rank)), BIAS
+    call, on_meta = functools.partial(getattr(gemmconv, f"conv_transpose{rank}d"), input), Parameter(weight.to("meta"))
+    call(weight, bias, algorithm=algorithm)
     with pytest.raises(RuntimeError, match="weight must be on the device of input, cpu, got meta"):
-        function(input, on_meta, bias, algorithm=algorithm)
+        call(on_meta, bias, algorithm=algorithm)
     with pytest.raises(RuntimeError, match="bias must be on the device of input, cpu, got meta"):
-        function(input, weight, bias.to("meta"), algorithm=algorithm)
+        call(weight, bias.to("meta"), algorithm=algorithm)
     assert _call_signature_in_python(input, weight, bias, b"") != _call_signature_in_python(input, on_meta, bias, b"")
 
 
