@@ -7,7 +7,6 @@ import itertools
 import json
 import platform
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ from gemmconv.compare import require_demo_extra
 from gemmconv.compare.layers import DEMO_LAYERS, Layer, add_layer_arguments, layer_from_arguments, pick_device, shrink
 from gemmconv.device import KNOWN, Capability, named, spec_of
 from gemmconv.explain import compilations_of
+from gemmconv.folder import make_writable
 from gemmconv.kernels.base import Config, Precision, why_no_kernels
 from gemmconv.selection import current_config, torch_precision
 
@@ -194,6 +194,8 @@ def _comparison(arguments: argparse.Namespace) -> tuple[Any, ...]:
     _check_folder("--out", arguments.out)
     if arguments.json is not None:
         _check_folder("--json", arguments.json.parent)
+        if arguments.json.is_dir():
+            raise ValueError(f"argument --json: must be a file, got the folder {arguments.json}")
     require_demo_extra()
     if device.type == "cpu" and not arguments.full_size:
         layers = tuple(shrink(layer) for layer in layers)
@@ -203,12 +205,9 @@ def _comparison(arguments: argparse.Namespace) -> tuple[Any, ...]:
 def _check_folder(flag: str, folder: Path) -> None:
     """Make a folder, and find out now, not after all was measured, whether files can be written into it."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        rule = f"cannot make the folder {folder} or write into it"
-        raise ValueError(f"argument {flag}: {rule}: {error.strerror}") from error
+        make_writable(folder)
+    except OSError as why:
+        raise ValueError(f"argument {flag}: cannot make the folder {folder} or write into it: {why.strerror}") from why
 
 
 def _compare(

@@ -115,7 +115,8 @@ def convert(
 def revert(model: Model) -> Model:
     """Give every layer that gemmconv computes its torch class back, in place, and return the model.
 
-    Parameters, hooks and parametrizations stay, and results have the bits that they had before :func:`convert`.
+    Parameters, hooks and parametrizations stay, and results have the bits that they had before :func:`convert`. A layer
+    whose ``forward`` was replaced since then stays gemmconv's, with a warning in the log, as what was replaced is ours.
 
     Raises:
         TypeError: ``model`` is no torch.nn.Module.
@@ -123,6 +124,9 @@ def revert(model: Model) -> Model:
     validation.model("revert", model)
     for module in model.modules():
         if (ours := _own_class(module)) is not None:
+            if "forward" in vars(module):
+                log.warning("revert: a %s stays, since its forward was replaced: revert before that", ours.__name__)
+                continue
             module.__class__ = _with_base(type(module), ours, TORCHS[ours])
             for name in _OWN_ATTRIBUTES:
                 module.__dict__.pop(name, None)
@@ -133,13 +137,16 @@ def revert(model: Model) -> Model:
 def converted(model: Model, **settings: Any) -> Iterator[Model]:
     """Convert a model inside a ``with`` block; see :func:`convert`. Layers that were converted before stay so."""
     validation.model("converted", model)
-    before = {one: {name: one.__dict__.get(name) for name in _SETTINGS} for one in model.modules() if _own_class(one)}
+    layers = [one for one in model.modules() if isinstance(one, tuple(OURS))]
+    before = {one: {name: one.__dict__.get(name) for name in _SETTINGS} if _own_class(one) else None for one in layers}
     try:
         yield convert(model, **settings)
     finally:
-        revert(model)
         for module, old in before.items():
-            convert(module, **{name: value for name, value in old.items() if value is not None})
+            if old is None:
+                revert(module)
+            else:
+                convert(module, **{name: value for name, value in old.items() if value is not None})
 
 
 def report(model: nn.Module) -> Report:
@@ -242,6 +249,6 @@ def _lines(model: nn.Module) -> list[Line]:
         elif "ConvTranspose" in (original := getattr(module, "original_name", kind.__name__)):
             is_scripted = isinstance(module, torch.jit.ScriptModule)
             if is_scripted or kind.__module__.startswith("torch.ao"):
-                how = "scripted" if is_scripted else "quantised"
-                lines.append(Line(name, original, False, f"{original}: it was {how} first: convert before that"))
+                why = "scripted: trace a converted model" if is_scripted else "quantised: no kernel takes integers"
+                lines.append(Line(name, original, False, f"{original}: it was {why}"))
     return lines

@@ -157,7 +157,7 @@ def named(name: str) -> DeviceSpec:
     >>> named("A100").capability
     (8, 0)
     """
-    found = [spec for spec in KNOWN.values() if name and name.lower() in spec.name.lower()]
+    found = [spec for spec in KNOWN.values() if isinstance(name, str) and name and name.lower() in spec.name.lower()]
     if not found:
         raise ValueError(f"gpu must be one of {', '.join(KNOWN)}, or part of such a name, got {name!r}")
     return found[0]

@@ -308,7 +308,10 @@ def _kernel_reports(algorithm: Algorithm, config: Config, direction: Direction) 
 def _of_layer(name: str, layer: Any, input: Tensor | Sequence[int], options: dict[str, Any]) -> LayerExplanation:
     """The explanation of a layer's call on a tensor, or on one of this shape."""
     rank = next(rank for kind, rank in RANKS.items() if isinstance(layer, kind))
-    shape = tuple(input.shape if isinstance(input, Tensor) else input)
+    given_shape = getattr(input, "shape", input)  # of a tensor or an array
+    if not isinstance(given_shape, Sequence) or isinstance(given_shape, str):
+        validation.fail(TypeError, "explain", "input", "be a tensor or a shape", repr(input))
+    shape = tuple(validation.integer("explain", "an extent of input", extent) for extent in given_shape)
     shape = (1, *shape) if len(shape) == 1 + rank else shape
     geometry = layer.stride, layer.padding, layer.output_padding, layer.groups, layer.dilation
     problem = validation.problem("explain", shape, layer.weight.shape, *geometry)

@@ -31,7 +31,7 @@ from gemmconv.functional import conv_transpose2d
 from gemmconv.geometry import Problem, phases_of
 from gemmconv.kernels.base import Pass, Precision
 from gemmconv.ops import plain, volumes
-from gemmconv.ops.autocast import current_dtype
+from gemmconv.ops.autocast import current_dtype, is_autocast_on
 from gemmconv.ops.call_cache import arguments_key
 from gemmconv.ops.schemas import Tensors, is_channels_last
 from gemmconv.ops.volumes import Volume
@@ -275,7 +275,7 @@ def _checked(rank: int, input: Any, weight: Any, bias: Any, geometry: Any, optio
     validation.choice(where, options["algorithm"], NAMES, options["precision"], options["workspace_limit"])
     shape = input.shape if input.dim() != 1 + rank else (1, *input.shape)
     problem = validation.problem(where, shape, weight.shape, *validation.geometry(where, *geometry, rank=rank))
-    if not torch.is_autocast_enabled(input.device.type):
+    if not is_autocast_on(input.device.type):
         validation.same_kind(where, named)
     validation.bias_shape(where, bias, problem.out_channels)
     validation.sizes(where, problem, input.dtype.itemsize)
@@ -368,9 +368,12 @@ def _as_images(
                 value = connected + (input.new_zeros(p.out_channels) if bias is None else bias)
                 found.append(value[:, None, None].expand(batch * count, -1, *p.output_size[1:]))
         places = tuple(part[0] for part in parts)
-        interleave: Any = _InterleaveWithTangents.apply
-        if torch.compiler.is_compiling():  # which traces neither tangents nor, without gradients, such a function
-            interleave = _Interleave.apply if torch.is_grad_enabled() else _Interleave.forward
+        # torch.compile traces no tangents, and without gradients no function of autograd; torch.jit.trace traces none.
+        interleave: Any = _Interleave.forward
+        if torch.compiler.is_compiling():
+            interleave = _Interleave.apply if torch.is_grad_enabled() else interleave
+        elif torch._C._get_tracing_state() is None:
+            interleave = _InterleaveWithTangents.apply
         volume = interleave(batch, p.output_size[0], p.stride[0], places, last, *found)
     return volume.contiguous(memory_format=torch.channels_last_3d if last else torch.contiguous_format)
 
@@ -407,7 +410,8 @@ class _Interleave(torch.autograd.Function):
         volume = phases[0].new_empty(shape)
         volume = volume.permute(0, 4, 1, 2, 3) if last else volume
         for place, images in zip(places, phases, strict=True):
-            volume[:, :, place::stride] = images.unflatten(0, (batch, -1)).transpose(1, 2)
+            part = volume[:, :, place::stride]
+            part.copy_(images.unflatten(0, (batch, part.shape[2])).transpose(1, 2))
         return volume
 
     @staticmethod

@@ -89,11 +89,11 @@ def tune(model: nn.Module, *example_inputs: Any, backward: bool = True, path: st
     Raises:
         TypeError: ``model`` is no torch.nn.Module, or ``backward`` no bool.
         ValueError: the file is there and was not written by this function, or no output requires gradients.
+        OSError: the file cannot be written, which is found out before anything is measured.
     """
     check_step("tune", model, backward)
     where = tuned.default_path() if path is None else Path(path)
-    if where.exists():
-        tuned.read(where)  # raises before the measurements if it is another file
+    tuned.check(where)
     steps, of_volumes = _steps_of(model, example_inputs, backward)
     choices = {(config, one): _choices(config, one) for config, one in steps if one != "grads"}
     _compile(choices)
@@ -124,8 +124,8 @@ def _steps_of(
 
     def record(layer: Any, arguments: tuple[Tensor, ...], named: dict[str, Any]) -> None:
         input, weight = arguments[0] if arguments else named["input"], layer.weight
-        if layer.algorithm != "auto" or named.get("output_size") is not None or len(arguments) > 1:
-            return  # output_padding is not the layer's own
+        if layer.algorithm != "auto" or named.get("output_size") is not None or len(arguments) > 1 or not input.numel():
+            return  # output_padding is not the layer's own, or the batch is empty
         dtype, of_weight = current_dtype(input), backward and weight.requires_grad
         if isinstance(layer, ConvTranspose3d):
             call = _call_of_volumes(layer, input, dtype)

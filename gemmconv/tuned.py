@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from gemmconv import validation
-from gemmconv.folder import cache_folder
+from gemmconv.folder import cache_folder, make_writable
 from gemmconv.kernels.base import FORMAT_NAMES, Choice, Config, Kernel, Pass
 from gemmconv.version import __version__
 
@@ -177,13 +177,27 @@ def read(path: Path) -> list[Entry]:
             log.info("tuned choices of gemmconv %s in %s are passed over; tune again", content["gemmconv"], path)
             return []
         return [_entry(**one) for one in content["entries"]]
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
         rule = "name a file that gemmconv.tune wrote"
         validation.fail(ValueError, "tuned", "path", rule, f"{path} ({error})", "tune again into another file")
 
 
 def _entry(key: list[str], size: list[int], algorithms: list[str], **others: Any) -> Entry:
-    return Entry(tuple(key), tuple(size), tuple(algorithms), **others)
+    made = Entry(tuple(key), tuple(size), tuple(algorithms), **others)
+    texts = *made.key, *made.algorithms, made.kernel, made.tile, *made.how, *made.microseconds
+    numbers = *made.size, *made.how.values(), *made.microseconds.values()
+    are_right = all(isinstance(one, str) for one in texts) and all(isinstance(one, int | float) for one in numbers)
+    count = 2 if "grads" in made.key and len(made.size) == 3 else 1  # both gradients of images
+    if not are_right or len(made.algorithms) != count or min(made.size) < 1:
+        raise TypeError(f"not an {made}")
+    return made
+
+
+def check(path: Path) -> None:
+    """Raise what :func:`write` to this file would raise, before what is to be written is measured."""
+    if path.exists():
+        read(path)
+    make_writable(path.parent)
 
 
 def write(path: Path, entries: Iterable[Entry]) -> None:

@@ -320,6 +320,7 @@ def test_json_has_none_for_an_error_that_is_no_number():
         ("--out pyproject.toml", "argument --out: cannot make the folder"),
         ("--out /proc", "argument --out: cannot make the folder /proc or write into it"),
         ("--json /proc/rows.json", "argument --json: cannot make the folder /proc or write into it"),
+        ("--json /tmp", "argument --json: must be a file, got the folder /tmp"),
     ],
 )
 def test_compare_refuses_bad_flags(flags, message, capsys, monkeypatch, request):

@@ -182,7 +182,7 @@ def test_report_says_what_was_left_and_why(capsys, caplog):
         "own": "subclass",
         "lazy": "run the model once",
         "replaced": "its forward was replaced",
-        "scripted": "scripted first",
+        "scripted": "it was scripted: trace a converted model",
         "volume": "algorithm=auto",
     }.items():
         assert words in lines[name].reason, name
@@ -232,6 +232,17 @@ def test_a_model_is_converted_for_a_block():
         assert [one.algorithm for one in model] == ["native", "native"]
     assert [type(one) for one in model] == [nn.ConvTranspose2d, gemmconv.ConvTranspose2d]
     assert model[1].algorithm == "direct"
+    with gemmconv.converted(model):
+        taken, model[0] = model[0], gemmconv.ConvTranspose2d(3, 4, 3, algorithm="native")
+    assert [type(one) for one in (taken, model[0])] == [nn.ConvTranspose2d, gemmconv.ConvTranspose2d]
+
+
+def test_revert_leaves_a_layer_whose_forward_was_replaced(caplog):
+    layer, images = gemmconv.convert(nn.ConvTranspose2d(3, 4, 3)), torch.randn(1, 3, 5, 6)
+    ours, wanted = layer.forward, layer(images)
+    layer.forward = lambda *inputs: ours(*inputs)
+    assert gemmconv.revert(layer)(images).equal(wanted)
+    assert "stays, since its forward was replaced" in caplog.text
 
 
 @each_rank

@@ -267,6 +267,22 @@ def test_conv_transpose2d_can_be_called_in_forks(algorithm):
     in_process(f"check_forks({algorithm!r})")
 
 
+def check_default_device(algorithm: str) -> None:
+    """Compute on the CPU inside a block whose default device is another one, in all memory that a call keeps."""
+    layer, x = gemmconv.ConvTranspose2d(24, 20, 4, 2, 1, algorithm=algorithm), torch.randn(2, 24, 9, 8)
+    with torch.device("meta"):
+        kept, trained = layer.requires_grad_(False)(x), layer.requires_grad_()(x.requires_grad_())
+        gradients = torch.autograd.grad(trained.sum(), (x, layer.weight, layer.bias))
+    expected = torchs(x, layer.weight, layer.bias, 2, 1)
+    wanted = torch.autograd.grad(expected.sum(), (x, layer.weight, layer.bias))
+    torch.testing.assert_close([kept, trained, *gradients], [expected, expected, *wanted])
+
+
+@by_algorithm
+def test_conv_transpose2d_does_not_follow_the_default_device(algorithm):
+    in_process(f"check_default_device({algorithm!r})")
+
+
 def test_conv_transpose2d_shares_torchs_openmp_runtime():
     code = "torch.set_num_threads(2); check_layers(range(2)); print(open('/proc/self/maps').read())"
     libraries = set(re.findall(r"/\S*lib(?:gomp|iomp|omp)\S*", in_process(code)))

@@ -50,3 +50,8 @@ def test_what_cannot_be_explained_is_refused():
         gemmconv.explain(nn.ConvTranspose2d(2, 2, 2))
     with pytest.raises(RuntimeError, match="explain: input must have shape"):
         gemmconv.explain(nn.ConvTranspose2d(2, 2, 2), (3,))
+    for shape, words in ((None, "got None"), (5, "got 5"), ("1255", "got '1255'"), ((1, 2, 5, 5.0), "an int, got 5.0")):
+        with pytest.raises(TypeError, match=f"explain: .*input must be .*{words}"):
+            gemmconv.explain(nn.ConvTranspose2d(2, 2, 2), shape)
+    with pytest.raises(ValueError, match=r"gpu must be one of .*, got 3"):
+        gemmconv.explain(nn.ConvTranspose2d(2, 2, 2), (1, 2, 5, 5), gpu=3)

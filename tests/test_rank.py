@@ -1,5 +1,6 @@
 """Layers and functions of one, two and three axes beside torch's own."""
 
+import io
 import random
 import subprocess
 import sys
@@ -190,6 +191,8 @@ def test_transforms_compiled_graphs_and_exports(rank):
     wanted = layer(input)
     torch.testing.assert_close(torch.compile(layer, backend="aot_eager", fullgraph=True)(input), wanted)
     torch.testing.assert_close(torch.export.export(layer, (input,)).module()(input), wanted)
+    torch.jit.save(torch.jit.trace(layer, 2 * input[:1]), file := io.BytesIO())
+    torch.testing.assert_close(torch.jit.load(io.BytesIO(file.getvalue()))(input), wanted)
     images = torch.stack([input, 2 * input])
     torch.testing.assert_close(torch.func.vmap(layer)(images)[0], wanted)
     gradients = torch.func.grad(lambda one: layer(one).square().sum())(input)
@@ -212,6 +215,22 @@ def test_compiled_in_one_graph(rank, kernel_size, records, device):
     if records:
         gradients = torch.autograd.grad(output.sum(), (input, layer.weight))
         torch.testing.assert_close(gradients, torch.autograd.grad(layer(input).sum(), (input, layer.weight)))
+
+
+@each_rank
+def test_calls_on_the_meta_device_and_of_no_images(rank):
+    """The meta device has no autocast, which torch refuses to answer for."""
+    layer, input = LAYERS[rank](3, 2, 3, 2, dilation=2, algorithm="gemm_col2im"), tensors_of(rank, torch.float32)[0]
+    shape = layer(input).shape
+    layer(input[:0]).sum().backward()
+    assert layer(input[:0]).shape == (0, *shape[1:])
+    layer, input = layer.to("meta"), input.to("meta")
+    assert layer(input).shape == shape
+    assert gemmconv.explain(layer, input, gpu="A100").input_shape == input.shape
+    with pytest.raises(RuntimeError, match="weight must be on the device of input, cpu, got meta"):
+        layer(tensors_of(rank, torch.float32)[0])
+    with pytest.raises(TypeError, match=r"input must be a torch\.Tensor, got NoneType"):
+        FUNCTIONS[rank](None, layer.weight)
 
 
 @each_rank

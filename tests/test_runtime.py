@@ -388,8 +388,9 @@ def test_cache_directory_follows_the_environment(tmp_path, monkeypatch):
             monkeypatch.delenv("GEMMCONV_CACHE_DIR")
         else:
             monkeypatch.setenv("GEMMCONV_CACHE_DIR", unset)
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-        assert cache_folder() == tmp_path / "xdg" / "gemmconv"
+        for base in (str(tmp_path / "xdg"), "xdg"):
+            monkeypatch.setenv("XDG_CACHE_HOME", base)
+            assert cache_folder() == tmp_path / "xdg" / "gemmconv"
     monkeypatch.setenv("GEMMCONV_CACHE_DIR", "~nobody-of-that-name/kernels")
     assert cache_folder() is None
 

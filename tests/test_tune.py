@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -114,6 +114,7 @@ def test_a_way_that_fails_is_left_out(tmp_path, monkeypatch, caplog):
 def test_inference_alone_is_measured_without_gradients(tmp_path):
     found = gemmconv.tune(layer(), torch.randn(2, 8, 6, 5), backward=False, path=tmp_path / "tuned.json")
     assert [one.key[1] for one in found] == ["forward"]
+    assert gemmconv.tune(layer(), torch.randn(0, 8, 6, 5), path=tmp_path / "tuned.json") == []  # nothing to measure
 
 
 def test_a_file_ships_and_merges(tmp_path):
@@ -201,7 +202,12 @@ def test_another_versions_entries_are_passed_over_with_a_line(tmp_path, caplog):
     assert "tune again" in caplog.text
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"format": 2}', '{"format": 1, "gemmconv": "%s", "entries": [{}]}'])
+WRONG = {"size": [0, 6, 5]}, {"size": "a"}, {"algorithms": []}, {"kernel": 3}, {"how": "x"}, {"microseconds": {"a": ""}}
+ENTRIES = [{}], *([{**asdict(ENTRY), **one}] for one in WRONG)  # each field of a kind that no call could use
+FILES = [json.dumps({"format": 1, "gemmconv": "%s", "entries": entries}) for entries in ENTRIES]
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"format": 2}', *FILES])
 def test_another_file_is_refused(tmp_path, text):
     path = tmp_path / "tuned.json"
     path.write_text(text.replace("%s", gemmconv.__version__))
@@ -216,6 +222,8 @@ def test_what_is_no_model_is_refused():
         gemmconv.tune(3)
     with pytest.raises(TypeError, match="tune: backward must be True or False, got 1"):
         gemmconv.tune(layer(), backward=1)
+    with pytest.raises(OSError, match="/proc"):
+        gemmconv.tune(torch.nn.Module(), path="/proc/no/tuned.json")  # before the module is run, which cannot be
 
 
 def test_the_file_is_in_the_cache_unless_said_otherwise(tmp_path, monkeypatch):

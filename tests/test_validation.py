@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 import torch
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
+from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gemmconv
 from gemmconv import validation
+from gemmconv.ops.signatures import _call_signature_in_python
 
 INPUT = torch.randn(2, 4, 5, 6)
 WEIGHT = torch.randn(4, 6, 3, 3)
@@ -160,6 +162,20 @@ def test_conv_transpose2d_rejects_meta_tensors_alike(name):
             gemmconv.conv_transpose2d(**given)
         messages.append((type(caught.value), str(caught.value)))
     assert messages[0] == messages[1]
+
+
+@pytest.mark.parametrize("algorithm", ["auto", "native", "gemm_col2im"])
+@pytest.mark.parametrize("rank", [1, 2])
+def test_conv_transpose_rejects_another_device_after_a_call_that_is_right(rank, algorithm):
+    """torch's operator would compute with memory that is not there."""
+    input, weight, bias = torch.randn(1, 4, *(3,) * rank), Parameter(torch.randn(4, 6, *(3,) * rank)), BIAS
+    call, on_meta = functools.partial(getattr(gemmconv, f"conv_transpose{rank}d"), input), Parameter(weight.to("meta"))
+    call(weight, bias, algorithm=algorithm)
+    with pytest.raises(RuntimeError, match="weight must be on the device of input, cpu, got meta"):
+        call(on_meta, bias, algorithm=algorithm)
+    with pytest.raises(RuntimeError, match="bias must be on the device of input, cpu, got meta"):
+        call(weight, bias.to("meta"), algorithm=algorithm)
+    assert _call_signature_in_python(input, weight, bias, b"") != _call_signature_in_python(input, on_meta, bias, b"")
 
 
 @pytest.mark.parametrize("algorithm", ["auto", "native", "gemm_col2im"])

@@ -67,6 +67,7 @@ def is_left_to_torch(input: Tensor, weight: Tensor, bias: Tensor | None, argumen
                 warn_once(cause)
         return left
 
-    kinds = device, input.dtype, weight.dtype, cast, current, None if bias is None else (bias.shape, bias.dtype)
+    of_bias = None if bias is None else (bias.shape, bias.dtype, bias.device)
+    kinds = device, input.dtype, weight.dtype, weight.device, cast, current, of_bias
     layout = input.shape, input.stride(), weight.shape, weight.stride()
     return find_or_make(("torch", layout, kinds, arguments, needs), decide)

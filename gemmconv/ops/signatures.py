@@ -32,14 +32,14 @@ def _call_signature_in_python(input: Tensor, weight: Tensor, bias: Tensor | None
     cast_to = (_autocast_state(input), _cast_caching(weight), _cast_caching(bias)) if _has_autocast() else None
     dtype, of_bias, tracked = input.dtype, None, None
     if bias is not None:
-        of_bias = bias.shape, bias.stride(), bias.dtype, bias.get_device(), bias.is_neg()
+        of_bias = bias.shape, bias.stride(), bias.dtype, bias.device, bias.is_neg()
     if _has_grad():
         tracked = input.requires_grad, weight.requires_grad, bias is not None and bias.requires_grad
     # A negated view has dispatch keys of its own, as wrappers have, which no parameter is.
     of_weight = weight.is_neg() if type(weight) is Parameter else _keys_of(weight).raw_repr()
     return (
         *(arguments_key, input.shape, input.stride(), dtype, input.get_device(), _keys_of(input).raw_repr()),
-        *(weight.shape, weight.stride(), weight.dtype, weight.get_device(), of_weight, of_bias, cast_to, tracked),
+        *(weight.shape, weight.stride(), weight.dtype, weight.device, of_weight, of_bias, cast_to, tracked),
         _precision("cuda", "conv") if dtype is torch.float32 else None,
     )
 

@@ -47,7 +47,7 @@ def prepare(config: Config, direction: Pass) -> Callable[..., torch.Tensor]:
         if direction == "weight_grad":
             first, second = second, first  # the input comes first
         a, b, c = (None if one is None else one.to(wide).contiguous() for one in (first, second, bias))
-        result = torch.empty(shape, dtype=wide)
+        result = first.new_empty(shape, dtype=wide)
         kernels.direct(
             *(ctypes.addressof(layer), number, address(a), address(b), address(c)),
             *(result.data_ptr(), torch.get_num_threads()),

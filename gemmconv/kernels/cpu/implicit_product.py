@@ -193,7 +193,7 @@ def _scratch(size: int, what: str = "scratch") -> int:
     """The address of this thread's scratch memory, reused by later calls: new memory costs a page fault a page."""
     memory: torch.Tensor | None = getattr(_thread_memory, what, None)
     if memory is None or memory.numel() < size + _LINE:
-        memory = torch.empty(size + _LINE, dtype=torch.uint8)
+        memory = torch.empty(size + _LINE, dtype=torch.uint8, device="cpu")  # whatever the default device is
         setattr(_thread_memory, what, memory)
     return up_to_multiple(memory.data_ptr(), _LINE)
 
@@ -210,7 +210,7 @@ def _prepare_correlation(config: Config, is_gradient: bool) -> Callable[..., tor
         given = source, weight
         source, weight, threads = dense(source), weight.contiguous(), torch.get_num_threads()
         arguments = arguments_for(threads, _is_last(source))
-        target = torch.empty_strided(shape, strides, dtype=source.dtype)
+        target = source.new_empty_strided(shape, strides)
         if target.numel() == 0:
             return target
 
@@ -252,7 +252,7 @@ def _packed_weight(weight: torch.Tensor, key: Any, size: int, pack: Callable[[in
     """
 
     def made() -> tuple[torch.Tensor, bool]:
-        packed = torch.empty(size, dtype=torch.uint8)
+        packed = weight.new_empty(size, dtype=torch.uint8)
         return packed, pack(packed.data_ptr())
 
     if not weight.is_leaf or weight.is_inference() or not weight.is_contiguous():
@@ -313,7 +313,7 @@ def _prepare_weight_grad(config: Config) -> Callable[..., torch.Tensor]:
     def call(grad_output: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
         grad, given = dense(grad_output), dense(input)
         arguments = arguments_for(_is_last(given), _is_last(grad))
-        gradient, threads = torch.empty(p.weight_shape, dtype=grad.dtype), torch.get_num_threads()
+        gradient, threads = grad.new_empty(p.weight_shape), torch.get_num_threads()
         if gradient.numel() == 0 or p.batch == 0:
             return gradient.zero_()
         scratch = _scratch(threads * arguments.scratch_bytes + arguments.partial_bytes)
