@@ -135,8 +135,8 @@ def conv_transpose2d(
 def _is_left_to_torch_on_the_cpu(weight: Tensor, algorithm: str) -> bool:
     """Whether torch's operator serves a call on the CPU that is traced, compiled or of a subclass.
 
-    So it is by name, and for ``"auto"`` but for few output channels, where gemm_col2im is faster at any size. Not under
-    torch.export, whose graph may be moved to a GPU.
+    It does for ``"native"``, and for ``"auto"`` unless there are few output channels, where gemm_col2im is faster. It
+    does not under torch.export, whose graph may be moved to a GPU.
     """
     if torch.compiler.is_compiling() and torch.compiler.is_exporting():
         return False

@@ -101,7 +101,7 @@ class _Layer(nn.Module):
         weight: Any = parameters["weight"] if "weight" in parameters else self.weight  # noqa: SIM401
         bias: Any = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401
         output_padding: Any = self.output_padding
-        # A repeated call: a call of the same signature was prepared before. Else a layer may have a way of its own.
+        # A repeated call: a call of the same signature was prepared before. A first call may begin with _call_first.
         if (
             output_size is None
             and not compiling
@@ -204,13 +204,15 @@ class ConvTranspose1d(_Layer, nn.ConvTranspose1d):
     def _call_first(
         self, key: Any, arguments_key: bytes, input: Tensor, weight: Tensor, bias: Tensor | None
     ) -> Tensor | None:
-        """Prepare the call on signals, or find the prepared call on images of height 1."""
+        """Prepare the call on signals; under autocast and without a batch, find one on images of height 1."""
         if input.dim() == 3:
             # The functional form then raises what is wrong, in the words of one axis.
             with suppress(TypeError, RuntimeError, ValueError, NotImplementedError):
                 made = plain.store_call(key, plain.prepare_signal(input, weight, bias, self._arguments()))
                 if made is not None:
                     return made(input, weight, bias)
+        elif input.dim() != 2:
+            return None
         images, kernels = input.unsqueeze(-2), weight.unsqueeze(-2)
         call, _ = plain.find_call(images, kernels, bias, arguments_key)
         return None if call is None else call(images, kernels, bias).squeeze(-2)

@@ -1,9 +1,11 @@
 """Transposed convolutions of one and three axes, made of the operators for images.
 
-A signal is an image of height 1, by views. A volume is computed as images, all depth slices of a batch at once. On the
-depth axis, outputs fall into S phases (gemmconv/geometry.py), and output slice ``q * S + residue - P`` of a phase reads
-input slice ``q - shift`` through each tap of the phase. So the slices of a phase are one transposed convolution of
-images, whose input channels are those of the slices that its taps read, side by side:
+A signal is an image of height 1, by views. :func:`choose_way` says how a volume is computed: as one product by a kernel
+of its own (gemmconv/ops/volumes.py), by torch's operator, or as images, all depth slices of a batch at once. For this,
+outputs fall into S phases along the depth (gemmconv/geometry.py). Output slice ``q * S + residue - P`` of a phase reads
+input slice ``q - shift`` through each tap of the phase (the glossary counts shifts the other way). So the slices of a
+phase are one transposed convolution of images, whose input channels are those of the slices that its taps read, side by
+side:
 
     S=2 P=1 K=4:  residue 0 has taps 0 and 2, shifts 0 and 1: images q and q-1, twice the input channels
                   residue 1 has taps 1 and 3, shifts 0 and 1: the same images, other weights
@@ -11,8 +13,6 @@ images, whose input channels are those of the slices that its taps read, side by
 Sums over depth taps are thus part of one product, which is rounded once, and no columns are written. If the kernel's
 depth equals its stride, all phases read one slice, and are one convolution with S times the output channels.
 Everything is made of operators with gradients, so gradients, transforms and graphs work as for images.
-
-On a GPU most volumes are one product instead, by a kernel of their own (gemmconv/ops/volumes.py).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from gemmconv.ops.autocast import current_dtype, is_autocast_on
 from gemmconv.ops.call_cache import arguments_key
 from gemmconv.ops.schemas import Tensors, is_channels_last
 from gemmconv.ops.volumes import Volume
-from gemmconv.selection import NAMES
+from gemmconv.selection import NAMES, choose, current_config
 
 Ints = int | Sequence[int]
 Way = Literal["images", "product", "torch"]  # of computing a volume
@@ -138,23 +138,27 @@ def conv_transpose3d(
             return call(input, weight, bias)
     problem = _checked(3, input, weight, bias, geometry, options)
     if input.dim() == 4:
-        return conv_transpose3d(input.unsqueeze(0), weight, bias, *geometry, **options).squeeze(0)
-    if _is_for_torch(input, weight, bias, algorithm):
-        plain.store_call(
-            key, lambda input, weight, bias: torch.conv_transpose3d(input, weight, bias, *problem.geometry)
-        )
-        return torch.conv_transpose3d(input, weight, bias, *problem.geometry)
-    dtype = current_dtype(input)
-    rounding = precision or volumes.precision_of(dtype, input.device)
-    last = is_channels_last(input) or is_channels_last(weight)
-    volume = Volume(problem, dtype, input.device, rounding, last)
-    way: Way = "images"
-    if algorithm == "auto":
-        records = torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad)
-        way = choose_way(volume, "grads" if records else "forward")
-    if key is None:
-        return compute(way, input, weight, bias, volume, options)
-    call = prepare(way, (input, weight, bias), volume, options)
+
+        def call(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            return conv_transpose3d(input.unsqueeze(0), weight, bias, *geometry, **options).squeeze(0)
+
+    elif _is_for_torch(input, weight, bias, problem, algorithm, precision):
+
+        def call(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            return torch.conv_transpose3d(input, weight, bias, *problem.geometry)
+
+    else:
+        dtype, last = current_dtype(input), is_channels_last(input) or is_channels_last(weight)
+        rounding = precision or volumes.precision_of(dtype, input.device)
+        volume = Volume(problem, dtype, input.device, rounding, last)
+        way: Way = "images"
+        if algorithm == "auto":
+            records = torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad)
+            may_be_torchs = records or (key is None and not torch.compiler.is_compiling())  # in a mode
+            way = settled(choose_way(volume, "grads" if records else "forward"), volume, precision, may_be_torchs)
+        if key is None:
+            return compute(way, input, weight, bias, volume, options)
+        call = prepare(way, (input, weight, bias), volume, options)
     plain.store_call(key, call)
     return call(input, weight, bias)
 
@@ -173,6 +177,23 @@ def choose_way(volume: Volume, direction: Pass = "forward", spec: DeviceSpec | N
             return cast(Way, entry.algorithms[0])
         return way_of(volume, direction, config.spec.is_hopper)
     return way_of(volume, direction, volumes.is_hopper(volume.device))
+
+
+def settled(way: Way, volume: Volume, precision: Precision | None, trains: bool) -> Way:
+    """The way of a call, or images where torch's operator has a part in it and does not round as is asked for.
+
+    Args:
+        way, volume, precision: of the call; the precision is the argument, None for torch's.
+        trains: whether gradients may be asked for, which those of a product leave to torch.
+    """
+    has_torchs = way == "torch" or (way == "product" and trains)
+    return "images" if has_torchs and not _rounds_as_asked(volume.dtype, volume.device, precision) else way
+
+
+def _rounds_as_asked(dtype: torch.dtype, device: torch.device, precision: Precision | None) -> bool:
+    """Whether torch's operator rounds products as the argument ``precision`` asks; float32 on CUDA has a choice."""
+    has_choice = precision is not None and dtype == torch.float32 and device.type == "cuda"
+    return not has_choice or precision == volumes.precision_of(dtype, device)
 
 
 def prepare(way: Way, tensors: Tensors, volume: Volume, options: dict[str, Any]) -> volumes.Call:
@@ -257,13 +278,19 @@ def of_height_1(stride: Ints, padding: Ints, output_padding: Ints, groups: int, 
     return (1, *steps), (0, *pads), (0, *more), groups, (1, *apart)
 
 
-def _is_for_torch(input: Any, weight: Any, bias: Any, algorithm: str) -> bool:
+def _is_for_torch(
+    input: Any, weight: Any, bias: Any, problem: Problem, algorithm: str, precision: Precision | None
+) -> bool:
     """Whether torch's own operator has to serve a call: by name, of complex tensors, in exports and transforms."""
-    if algorithm == "native" or torch.onnx.is_in_onnx_export():
+    if torch.onnx.is_in_onnx_export():
         return True
+    dtype = current_dtype(input)
+    rounds_as_asked = _rounds_as_asked(dtype, input.device, precision)
+    if algorithm == "native" and not rounds_as_asked:
+        choose(current_config(problem, dtype, input.device, precision), algorithm, "conv_transpose3d")  # raises
     if algorithm != "auto":
-        return False
-    return input.is_complex() or is_for_torch() or are_for_torch(input, weight, bias)
+        return algorithm == "native"
+    return input.is_complex() or (rounds_as_asked and (is_for_torch() or are_for_torch(input, weight, bias)))
 
 
 def _checked(rank: int, input: Any, weight: Any, bias: Any, geometry: Any, options: Any) -> Problem:
@@ -307,16 +334,16 @@ def way_of(volume: Volume, direction: Pass, is_hopper: bool) -> Way:
             return "images"
         return "images" if apart and not last and _has_outputs(p, _LARGE_ON_A_CPU) else "torch"
     is_flat, is_dense = p.kernel_size[0] == 1 and apart, p.groups == max(p.dilation) == 1 and min(channels) >= _DENSE
-    if is_dense and not is_hopper:
+    if is_dense and not is_hopper:  # not measured there
         return "torch"
     fits = not last and volume.dtype != torch.float64 and min(channels) >= (2 if p.groups == 1 else _LEAST_OF_A_GROUP)
-    if not fits:
-        pays = is_flat or not is_dense
-    elif is_step:
-        pays = apart or p.groups > 1 or min(channels) < _DENSE
+    if not fits:  # the product does not take it: images compete with torch's operator
+        images_are_faster = is_flat or not is_dense
+    elif is_step:  # gradients as images compete with torch's, which those of the product are
+        images_are_faster = apart or p.groups > 1 or min(channels) < _DENSE
     else:
-        pays = is_flat or (apart and min(channels) > _FEW)
-    if pays and _has_outputs(p, _LARGE_STEP if is_step else _LARGE):
+        images_are_faster = is_flat or (apart and min(channels) > _FEW)
+    if images_are_faster and _has_outputs(p, _LARGE_STEP if is_step else _LARGE):  # else the host takes too long
         return "images"
     is_float32 = volume.dtype == torch.float32
     if is_dense and max(p.stride) == 1 and not (is_float32 and volume.precision == "ieee"):

@@ -38,7 +38,7 @@ from gemmconv.kernels.layout.transpose import grad_output_transpose_seconds, via
 BY_NAME = {algorithm.name: algorithm for algorithm in ALGORITHMS}
 NAMES = tuple(BY_NAME)
 NATIVE = BY_NAME["native"]  # torch's operator
-_GEMM_COL2IM = BY_NAME["gemm_col2im"]  # computes a gradient too that no kernel of the named algorithm takes
+_GEMM_COL2IM = BY_NAME["gemm_col2im"]  # computes a gradient that no kernel of a named algorithm takes
 _COST = costs_of("choice")
 _CLEARLY_FASTER = _COST.table("clearly_faster")
 MICROSECONDS = 10**6
@@ -170,9 +170,9 @@ def _clearly_below(config: Config, torchs: Seconds) -> float:
     """The seconds below which one of ours comes before torch's operator on a GPU that is not Hopper.
 
     ``torchs`` is that of deterministic kernels on Hopper. Elsewhere torch may take others, up to twice as fast in
-    float32 without TF32: so ours must take less than half of it there, and less than 0.65 of it in other types.
+    float32 and float64: so ours must take less than half of its time there, and less than 0.65 in TF32 and 16 bits.
     """
-    share = _CLEARLY_FASTER["half" if config.dtype.itemsize == 2 else config.precision]
+    share = _CLEARLY_FASTER["half" if config.dtype.itemsize == 2 else config.precision]  # "half" are 16-bit types
     return share * torchs.waited if torchs.device < math.inf else 0.0
 
 

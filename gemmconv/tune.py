@@ -27,7 +27,7 @@ from gemmconv.ops.configs import Convention, config_of
 from gemmconv.ops.gradients import prepare_gradients
 from gemmconv.ops.schemas import Options, checked_problem, is_channels_last, without_data
 from gemmconv.ops.volumes import Volume
-from gemmconv.rank import Way, of_height_1
+from gemmconv.rank import Way, of_height_1, settled
 from gemmconv.rank import prepare as prepare_volume
 from gemmconv.selection import NATIVE
 from gemmconv.tuned import Entry
@@ -287,7 +287,8 @@ def _ways(call: _OfVolumes, direction: Pass) -> Iterator[_Candidate]:
     ways: list[Way] = ["torch", "images"]
     if not volume.last and gemm_mma.KERNEL.why_not(volume.config(), "forward") is None:
         ways.append("product")
-    for way in ways:
+    precision = dict(call.options)["precision"]
+    for way in dict.fromkeys(settled(one, volume, precision, is_step) for one in ways):
         yield _Candidate(way, way == "torch", partial(prepare, way), {"algorithms": (way,)})
 
 

@@ -14,6 +14,7 @@ from gemmconv.kernels.base import Config
 from gemmconv.kernels.conv import gemm_mma
 from gemmconv.ops import volumes
 from tests import emulator
+from tests.samples import conv_precision
 
 PROBLEMS = [
     Problem(2, 24, 20, 1, (3, 5, 6), (3, 3, 3), (2, 2, 2), (1, 1, 1), (1, 0, 1), (1, 1, 1)),
@@ -125,6 +126,38 @@ def test_rule_on_gpus():
     stride_1 = {"stride": (1,) * 3}
     assert way(stride_1) == way(stride_1 | {"out_channels": 128}, precision="ieee") == "product"
     assert way(stride_1 | {"out_channels": 128}) == way(stride_1 | {"in_channels": 64, "out_channels": 64}) == "torch"
+
+
+def test_torchs_operator_has_no_part_where_it_rounds_otherwise(monkeypatch):
+    monkeypatch.setattr(volumes, "precision_of", lambda *_: "tf32")
+    volume = volumes.Volume(PROBLEMS[0], torch.float32, torch.device("cuda", 0), "ieee")
+    asked = [(one, trains) for one in ("images", "product", "torch") for trains in (False, True)]
+    assert [rank.settled(one, volume, "ieee", trains) for one, trains in asked] == [
+        *("images", "images", "product", "images", "images", "images")
+    ]
+    for other in (volume._replace(dtype=torch.bfloat16), volume._replace(device=torch.device("cpu"))):
+        assert [rank.settled(one, other, "ieee", trains) for one, trains in asked] == [one for one, _ in asked]
+    assert [rank.settled(one, volume, None, trains) for one, trains in asked] == [one for one, _ in asked]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "problem", [*PROBLEMS, replace(PROBLEMS[0], groups=4), replace(PROBLEMS[2], groups=8)], ids=str
+)
+def test_precision_is_what_is_asked_for_whatever_torchs_setting(problem):
+    """Float32 as float32, forward and in gradients, while torch's setting allows TF32; torch's operator is refused."""
+    leaves = [one.requires_grad_() for one in tensors_of(problem, device="cuda")]
+    exact = [one.detach().double().requires_grad_() for one in leaves]
+    wanted = torch.conv_transpose3d(*exact, **geometry_of(problem))
+    grad = torch.randn_like(wanted)
+    with conv_precision("tf32"):
+        quiet = gemmconv.conv_transpose3d(*(one.detach() for one in leaves), **geometry_of(problem), precision="ieee")
+        output = gemmconv.conv_transpose3d(*leaves, **geometry_of(problem), precision="ieee")
+        found = quiet, output, *torch.autograd.grad(output, leaves, grad.float())
+        for one, other in zip(found, (wanted, wanted, *torch.autograd.grad(wanted, exact, grad)), strict=True):
+            assert (one - other).norm() < 3e-6 * other.norm()
+        with pytest.raises(NotImplementedError, match="native: precision follows torch"):
+            gemmconv.conv_transpose3d(*leaves, **geometry_of(problem), precision="ieee", algorithm="native")
 
 
 def test_explain_says_that_a_volume_is_one_product():

@@ -51,7 +51,7 @@ class Config:
         bias: whether a forward call has a bias.
         spec: the properties of a CUDA device.
         deterministic: whether torch's operator is limited to cuDNN's deterministic kernels.
-        weight_format: for both gradients at once, ``memory_format`` of the weight gradient's call if it differs.
+        weight_format: for both gradients at once, the format in which the weight's reads its inputs, if it is another.
         trained: whether the weight is expected to change before the next call: on a CPU, if gradients are recorded.
     """
 

@@ -61,10 +61,11 @@ def prepare_call(
 
     Args:
         direction: which operator.
-        tensors: its tensors, all of one dtype; of weight and bias the dtype after casts that the call makes itself.
+        tensors: its tensors, all of one dtype. Where the call casts weight and bias itself, they stand for the casts.
         sizes: height and width of the input for its gradient, of the kernel for the weight's; None for other passes.
         arguments: the operator's other arguments, from the stride on; trailing defaults may be left out.
-        convention: where the call takes or returns other than the operator; None for the operator's own convention.
+        convention: what the call takes and returns where that differs from the operator, such as uncast parameters or
+            signals (see :class:`Convention`); None for what the operator takes and returns.
     """
     convention = convention or default_convention(direction, tensors)
     # Bytes, made quickly; for arguments that have none, such as sizes of a traced graph, the values themselves.

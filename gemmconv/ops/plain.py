@@ -108,10 +108,10 @@ def casts_parameters(tensors: Tensors, dtype: torch.dtype) -> bool:
     is_in_16_bits = input.is_cuda and dtype.itemsize == 2 and input.dtype != torch.float64
     # It reads float32, and goes through memory without gaps, so that a cast has the strides of its tensor.
     are_readable = are_packed(tensors[1:]) and all(one.dtype == torch.float32 for one in parameters)
-    # Later calls of the region find casts in the cache: a call puts all of its casts there, or none.
+    # Later calls in an autocast block find casts in autocast's cache: a call puts both of its casts there, or neither.
     cacheable = {is_cacheable(one) for one in parameters}
     are_alike = len(cacheable) == 1
-    # Gradients pass by a call's own casts, straight to cacheable leaves. To other tensors they go through torch's.
+    # autograd sees no cast of ours: gradients go straight to a cacheable leaf. Other tensors need a cast of torch's.
     need_torchs = False in cacheable and torch.is_grad_enabled() and any(one.requires_grad for one in parameters)
     # A version tells whether a weight changed after its cast; tensors that were made in inference mode have none.
     have_versions = not any(one.is_inference() for one in parameters)
