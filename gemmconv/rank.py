@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, unflatten  # the method of this name is not compiled where there is a default device
 from torch.autograd import forward_ad
 
 from gemmconv import arrays, tuned, validation
@@ -372,19 +372,19 @@ def _as_images(
         # The phase is the outer part of the channels where channels lie innermost, so that copies move whole pixels.
         kernels = weight.transpose(1, 2) if last else weight
         if bias is not None:
-            of_groups = bias.unflatten(0, (groups, 1, -1)).expand(-1, phases, -1)
+            of_groups = unflatten(bias, 0, (groups, 1, -1)).expand(-1, phases, -1)
             bias = of_groups.flatten() if last else bias.repeat_interleave(phases)
         # Rows of neighbouring slices do not meet either: then a volume is one high image, without a copy.
         images = input.flatten(2, 3) if merged else _slices(input, [0], depth, 1, last)
         images = conv_transpose2d(images, kernels.flatten(1, 2), bias, *planar, **options)
-        volume = images.unflatten(2, (depth, -1)) if merged else images.unflatten(0, (batch, depth)).transpose(1, 2)
+        volume = unflatten(images, 2, (depth, -1)) if merged else unflatten(images, 0, (batch, depth)).transpose(1, 2)
         if last:
-            of_phases = volume.unflatten(1, (groups, phases, -1)).permute(0, 4, 2, 5, 6, 1, 3)
+            of_phases = unflatten(volume, 1, (groups, phases, -1)).permute(0, 4, 2, 5, 6, 1, 3)
             volume = of_phases.flatten(1, 2).flatten(4, 5).permute(0, 4, 1, 2, 3)
         else:
-            volume = volume.unflatten(1, (-1, phases)).transpose(2, 3).flatten(2, 3)
+            volume = unflatten(volume, 1, (-1, phases)).transpose(2, 3).flatten(2, 3)
     else:
-        taps_of, found = weight.unflatten(0, (groups, -1)), []  # [groups, C_in/groups, C_out/groups, K_d, K_h, K_w]
+        taps_of, found = unflatten(weight, 0, (groups, -1)), []  # [groups, C_in/groups, C_out/groups, K_d, K_h, K_w]
         for _, begin, count, taps, _ in parts:
             if taps:
                 images = _slices(input, [begin - shift for _, shift in taps], count, groups, last)
@@ -395,12 +395,9 @@ def _as_images(
                 value = connected + (input.new_zeros(p.out_channels) if bias is None else bias)
                 found.append(value[:, None, None].expand(batch * count, -1, *p.output_size[1:]))
         places = tuple(part[0] for part in parts)
-        # torch.compile traces no tangents, and without gradients no function of autograd; torch.jit.trace traces none.
-        interleave: Any = _Interleave.forward
-        if torch.compiler.is_compiling():
-            interleave = _Interleave.apply if torch.is_grad_enabled() else interleave
-        elif torch._C._get_tracing_state() is None:
-            interleave = _InterleaveWithTangents.apply
+        # torch.jit.trace and, without gradients, torch.compile do not take the function: they trace its operators.
+        is_traced = torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
+        interleave = _Interleave.forward if is_traced else _Interleave.apply
         volume = interleave(batch, p.output_size[0], p.stride[0], places, last, *found)
     return volume.contiguous(memory_format=torch.channels_last_3d if last else torch.contiguous_format)
 
@@ -420,7 +417,7 @@ def _slices(volume: Tensor, begins: Sequence[int], count: int, groups: int, last
     elif groups == 1:
         joined = torch.cat(parts, axis)
     else:
-        joined = torch.stack([part.unflatten(axis, (groups, -1)) for part in parts], axis + 1).flatten(axis, axis + 2)
+        joined = torch.stack([unflatten(part, axis, (groups, -1)) for part in parts], axis + 1).flatten(axis, axis + 2)
     joined = joined.flatten(0, 1)
     return joined.permute(0, 3, 1, 2) if last else joined
 
@@ -438,7 +435,7 @@ class _Interleave(torch.autograd.Function):
         volume = volume.permute(0, 4, 1, 2, 3) if last else volume
         for place, images in zip(places, phases, strict=True):
             part = volume[:, :, place::stride]
-            part.copy_(images.unflatten(0, (batch, part.shape[2])).transpose(1, 2))
+            part.copy_(unflatten(images, 0, (batch, part.shape[2])).transpose(1, 2))
         return volume
 
     @staticmethod
@@ -450,10 +447,6 @@ class _Interleave(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         parts = (grad[:, :, place :: ctx.stride] for place in ctx.places)
         return *(None,) * 5, *(_slices(part, [0], part.shape[2], 1, ctx.last) for part in parts)
-
-
-class _InterleaveWithTangents(_Interleave):
-    """Interleaves with forward-mode gradients, which torch.compile does not trace."""
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Tensor:
