@@ -213,8 +213,8 @@ def compute(
         way = "torch" if has_tangents or transforms_active() else way
     if way == "torch":
         return torch.conv_transpose3d(input, weight, bias, *problem.geometry)
-    if dtype != input.dtype:  # so that slices are copied in fewer bytes
-        input, weight, bias = input.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    # Autocast may have cast the input before. Slices are then copied in fewer bytes.
+    input, weight, bias = input.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     if way == "product":
         return volumes.conv_transpose3d(input, weight, bias, problem, options["precision"])
     return _as_images(input, weight, bias, problem, volume.last, options)

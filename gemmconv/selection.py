@@ -287,7 +287,9 @@ def _tuned_gradients(config: Config, weight_config: Config) -> Gradients | None:
     entry = tuned.entry_of(config, "grads")
     if entry is None or config.memory_format is not weight_config.memory_format:
         return None
-    first, second = (BY_NAME[name] for name in entry.algorithms)
+    first, second = map(BY_NAME.get, entry.algorithms)
+    if first is None or second is None:
+        return None
     if not (can_serve(first, config, "input_grad") and can_serve(second, config, "weight_grad")):
         return None
     return Gradients(first, second, *(entry.how.get(name, False) for name in ("share", "at_once", "turned")))

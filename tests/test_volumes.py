@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch._inductor.utils import run_and_get_code
 from torch.autograd import forward_ad
 
 import gemmconv
@@ -92,7 +93,12 @@ def test_operator_compiles_and_leaves_transforms_and_float64_to_torch(as_product
     def call(input):
         return gemmconv.conv_transpose3d(input, weight, bias, **ARGUMENTS)
 
-    torch.testing.assert_close(torch.compile(call, fullgraph=True)(input), wanted)
+    torch.compiler.reset()
+    with torch._inductor.config.patch(fx_graph_cache=False):
+        found, (code,) = run_and_get_code(torch.compile(call, fullgraph=True), input)
+        torch.testing.assert_close(torch.compile(call, fullgraph=True, dynamic=True)(input), wanted)
+    torch.testing.assert_close(found, wanted)
+    assert "getattr(torch.ops.gemmconv.conv_transpose3d.default, 'served'" in code  # past the dispatcher
     torch.testing.assert_close(torch.func.vmap(call)(torch.stack([input] * 2))[1], wanted)
     gradient = torch.func.grad(lambda input: call(input).sum())(input)
     assert gradient.shape == input.shape

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from gemmconv.dispatch import are_dense
 from gemmconv.kernels.base import PASSES, Pass
-from gemmconv.ops import plain
+from gemmconv.ops import plain, volumes
 from gemmconv.ops.ahead import compile_in_background, launches_of
 from gemmconv.ops.call_cache import entries, find_or_make, tensor_signature
 from gemmconv.ops.configs import Convention
@@ -82,6 +82,14 @@ def _gradient(direction: Pass) -> Callable[..., Any]:
     return gradient
 
 
+def _volume(input: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> Tensor:
+    call, key = plain.find_call(input, weight, bias, marshal.dumps(("volume", arguments), 2))
+    if call is None and key is not None and are_dense(input, weight, bias):
+        volume = volumes.volume_of(input, weight, *arguments)
+        call = plain.store_call(key, volumes.prepare((input, weight, bias), volume))
+    return call(input, weight, bias) if call else volumes.OPERATOR(input, weight, bias, *arguments)
+
+
 def _dispatch(direction: Pass, arguments: Arguments) -> Callable[..., Any]:
     """The operator, for a call that is not plain: a profiler or a mode is on, or gradients are recorded."""
     return lambda *tensors: OPERATORS[operator_name(direction)](*tensors, *arguments)
@@ -133,6 +141,18 @@ def _lower() -> None:
                 return lower("forward", *inputs)
             return add(lower("forward", *inputs[:2], None, *inputs[3:]), view(inputs[2], [-1, 1, 1]))
 
+        def lower_volume(*inputs: Any) -> Any:
+            node: Any = V.graph.current_node
+            if not all(isinstance(size, int) for size in node.args[0].meta["val"].shape):
+                return by_default(*inputs)  # torch 2.13 cannot compare strides of three dynamic sizes
+            inputs, _ = as_traced(node, *inputs)
+            if not V.graph.cpp_wrapper:
+                _compile_volume_ahead(inputs)
+            return ir.TensorBox.create(Served.create(of_volumes, *inputs))
+
+        of_volumes = volumes.OPERATOR._opoverload
+        by_default = lowering.fallback_handler(of_volumes, add_to_fallback_set=False)
+        lowering.register_lowering(of_volumes, type_promotion_kind=None)(lower_volume)
         for direction in PASSES:
             lowered = lower_forward if direction == "forward" else partial(lower, direction)
             lowering.register_lowering(OPERATORS[operator_name(direction)], type_promotion_kind=None)(lowered)
@@ -174,6 +194,13 @@ def _compile_ahead(direction: Pass, inputs: Arguments, convention: Convention | 
         compile_in_background(key, tensors[0].device, lambda: list_launches)
 
 
+def _compile_volume_ahead(inputs: Arguments) -> None:
+    """Compile in the background what a call on a volume will launch, if all sizes are known."""
+    with suppress(Exception):  # as above
+        tensors: Any = (None if one is None else _without_data(one, inputs[0]) for one in inputs[:3])
+        volumes.compile_forward_ahead(*tensors, *inputs[3:])
+
+
 def _without_data(node: Any, first: Any) -> WithoutData:
     """The tensor of a node, in the dtype of a call's first node, to which the others may be cast."""
     shape, strides = (tuple(map(int, of)) for of in (node.get_size(), node.get_stride()))
@@ -199,3 +226,5 @@ for _name, _fake in FAKES.items():
 for _name, _call in _served.items():
     OPERATORS[_name].served = _call  # a name in generated code, which another process may have generated
 OPERATORS[_CASTING].served = _casting
+volumes.OPERATOR.register_fake(_with_lowering(volumes.fake))
+volumes.OPERATOR._opoverload.served = _volume  # type: ignore[attr-defined]

@@ -125,7 +125,7 @@ def _with_copies(call: Call) -> Call:
 
 def compile_forward_ahead(input: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> Future[Any] | None:
     """Compile in the background what a call of the operator launches; see :func:`ahead.compile_in_background`."""
-    volume = _volume_of(input, weight, *arguments)
+    volume = volume_of(input, weight, *arguments)
 
     def make_launches() -> Callable[[], list[Launch]]:
         operands = tuple(map(without_data, (input, weight, bias)))
@@ -140,7 +140,7 @@ def compile_forward_ahead(input: Tensor, weight: Tensor, bias: Tensor | None, *a
 
 
 def _compute(input: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> Tensor:
-    volume = _volume_of(input, weight, *arguments)
+    volume = volume_of(input, weight, *arguments)
 
     def make() -> Call:
         return _with_copies(with_fallback(volume.device, *_calls(volume.config())))
@@ -150,7 +150,7 @@ def _compute(input: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any
         return output
 
 
-def _volume_of(input: Tensor, weight: Tensor, *arguments: Any) -> Volume:
+def volume_of(input: Tensor, weight: Tensor, *arguments: Any) -> Volume:
     *geometry, precision = as_hashable(arguments)
     problem = _problem(input.shape, weight.shape, *geometry)
     return Volume(problem, input.dtype, input.device, precision or torch_precision(input.dtype, input.device))
@@ -162,7 +162,7 @@ def _problem(input: Sequence[int], weight: Sequence[int], *geometry: Any) -> Pro
     return Problem(input[0], input[1], weight[1] * groups, groups, *sizes)
 
 
-def _fake(input: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> Tensor:
+def fake(input: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> Tensor:
     return input.new_empty(_problem(input.shape, weight.shape, *arguments[:5]).output_shape)
 
 
@@ -193,5 +193,4 @@ class _Node(torch.autograd.Function):
 
 
 OPERATOR = torch.library.custom_op("gemmconv::conv_transpose3d", _compute, mutates_args=(), schema=_SCHEMA)
-OPERATOR.register_fake(_fake)
 OPERATOR.register_autograd(_backward, setup_context=_save)
