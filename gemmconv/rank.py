@@ -17,6 +17,7 @@ Everything is made of operators with gradients, so gradients, transforms and gra
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Literal, cast
 
@@ -41,8 +42,9 @@ Ints = int | Sequence[int]
 Way = Literal["images", "product", "torch"]  # of computing a volume
 _DENSE, _FEW = 16, 64  # channels of a group: fewer are few for a tensor core; at most so many are few for cuDNN
 _LEAST_OF_A_GROUP = 8  # channels, where there are several groups, that one product takes
+_WIDE = 16  # taps of a slice from which on Hopper's kernels for images are clearly faster than the product
 # Elements of an output from which on images may pay: forward, in a training step, and on a CPU.
-_LARGE, _LARGE_STEP, _LARGE_ON_A_CPU = 1 << 24, 1 << 25, 1 << 21
+_LARGE, _LARGE_STEP, _LARGE_ON_A_CPU = 1 << 24, 1 << 26, 1 << 21
 
 
 def conv_transpose1d(
@@ -315,9 +317,11 @@ def way_of(volume: Volume, direction: Pass, is_hopper: bool) -> Way:
     Times torch's speed in NCDHW on an H200 (torch 2.11, cuDNN 9.19), 12 layers at four sizes, TF32 and bfloat16:
 
     - forward, one product had 1.0 to 6.5 times, with groups up to 15 times, but 0.8 to 1.1 times under a stride of 1
-      where the channels fill cuDNN's tiles; without TF32 1.1 to 6 times, on ten other layers;
-    - forward, images were faster than the product for a depth of 1 (1.3 to 2.7 times) and for 256 channels whose kernel
-      is the stride (1.2 times), and serve depthwise layers (4 to 6 times), which the product does not take;
+      where the channels fill cuDNN's tiles, and 0.8 times for 256 to 128 channels, kernel 4, stride 2; without TF32
+      1.1 to 6 times, on ten other layers;
+    - forward, images were faster than the product for a depth of 1 (1.3 to 2.7 times), for 256 channels whose kernel
+      is the stride (1.2 times) and for kernels of 5 x 5 and 5 x 7 in a slice under a stride of 1 (1.7 and 2.3 times),
+      and serve depthwise layers (4 to 6 times), which the product does not take;
     - gradients as images had 1.3 to 1.6 times where the kernel is the stride, 1.3 to 5 times for few channels and many
       groups, else 0.4 to 1.3 times; those of the product are torch's.
 
@@ -337,18 +341,21 @@ def way_of(volume: Volume, direction: Pass, is_hopper: bool) -> Way:
     if is_dense and not is_hopper:  # not measured there
         return "torch"
     fits = not last and volume.dtype != torch.float64 and min(channels) >= (2 if p.groups == 1 else _LEAST_OF_A_GROUP)
+    least = _LARGE_STEP if is_step else _LARGE
     if not fits:  # the product does not take it: images compete with torch's operator
         images_are_faster = is_flat or not is_dense
     elif is_step:  # gradients as images compete with torch's, which those of the product are
         images_are_faster = apart or p.groups > 1 or min(channels) < _DENSE
     else:
-        images_are_faster = is_flat or (apart and min(channels) > _FEW)
-    if images_are_faster and _has_outputs(p, _LARGE_STEP if is_step else _LARGE):  # else the host takes too long
+        is_wide = max(p.stride) == 1 and math.prod(p.kernel_size[1:]) >= _WIDE and max(channels) <= _FEW
+        images_are_faster = is_flat or is_wide or (apart and min(channels) > _FEW)
+        least = least // 2 if is_wide else least  # many taps keep the device for longer
+    if images_are_faster and _has_outputs(p, least):  # else the host takes too long
         return "images"
     is_float32 = volume.dtype == torch.float32
-    if is_dense and max(p.stride) == 1 and not (is_float32 and volume.precision == "ieee"):
+    if is_dense and not apart and not (is_float32 and volume.precision == "ieee"):
         fill_tiles = all(count % (_FEW if is_float32 else _FEW // 2) == 0 for count in channels)
-        if fill_tiles or max(channels) > _FEW:
+        if min(channels) > _FEW or (max(p.stride) == 1 and (fill_tiles or max(channels) > _FEW)):
             return "torch"
     return "product" if fits else "torch"
 

@@ -131,6 +131,10 @@ def test_rule_on_gpus():
     assert way({"groups": 2} | large, **last) == way(flat | large, **last) == "images"
     stride_1 = {"stride": (1,) * 3}
     assert way(stride_1) == way(stride_1 | {"out_channels": 128}, precision="ieee") == "product"
+    wide, deep = {"kernel_size": (3, 5, 5)}, {"in_channels": 256, "out_channels": 128}
+    assert way(stride_1 | wide) == way(stride_1 | wide | large, "grads") == way(deep, precision="ieee") == "product"
+    assert way(stride_1 | wide | large) == "images"
+    assert way(deep) == way(deep | large, "grads") == "torch"
     assert way(stride_1 | {"out_channels": 128}) == way(stride_1 | {"in_channels": 64, "out_channels": 64}) == "torch"
 
 
