@@ -29,9 +29,9 @@ from gemmconv.compare.measure import relative_error
 from gemmconv.compare.timing import cuda_rounds, medians_ms
 
 _PRECISIONS = {"tf32": torch.float32, "bf16": torch.bfloat16}
-_BAR = {"tf32": 2e-3, "bf16": 8e-3}  # relative errors, or twice torch's own
+_BAR = {"tf32": 2e-3, "bf16": 8e-3}  # a result is wrong if its relative error exceeds this and twice torch's own
 _CALLS, _ROUNDS = 12, 5  # calls in a row of one contender, and how often; fewer calls where they take long
-_SLOWER = 1.03  # of torch's time, beyond torch against itself
+_SLOWER = 1.03  # counted as slower: more than this times the longer of torch's two measurements
 
 
 class Layer(NamedTuple):
@@ -150,6 +150,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     device, failed = torch.device(options.device), []
     cases = [(name, one) for name in LAYERS if name.startswith(options.only) for one in _PRECISIONS]
+    if not cases:
+        print(f"no layer's name begins with {options.only!r}; there are {', '.join(LAYERS)}", file=sys.stderr)
+        return 1
     progress, rows = Progress(len(cases)), dict[tuple[str, str], dict[str, list[float]]]()
     for name, precision in cases:
         try:

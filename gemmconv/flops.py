@@ -21,6 +21,7 @@ def _flops(input_shape: Sequence[int], weight_shape: Sequence[int], *_: Any, **_
 
 _FORMULAS: dict[str, Callable[..., int]] = {  # by operator, from the shapes of its tensors
     "conv_transpose2d": _flops,
+    "conv_transpose3d": _flops,
     "conv_transpose2d_input_grad": lambda _grad, weight, *_, out_shape, **__: _flops(out_shape, weight),
     "conv_transpose2d_weight_grad": lambda _grad, input, *_, out_shape, **__: _flops(input, out_shape),
     "conv_transpose2d_grads": lambda _grad, input, weight, *_, **__: 2 * _flops(input, weight),

@@ -27,12 +27,13 @@ from torch.autograd import forward_ad
 
 from gemmconv import arrays, tuned, validation
 from gemmconv.device import DeviceSpec
-from gemmconv.dispatch import are_for_torch, is_for_torch, transforms_active
+from gemmconv.dispatch import are_dense, are_for_torch, is_for_torch, transforms_active
 from gemmconv.functional import conv_transpose2d
 from gemmconv.geometry import Problem, phases_of
-from gemmconv.kernels.base import Pass, Precision
+from gemmconv.kernels.base import Pass, Precision, why_no_kernels
+from gemmconv.kernels.cpu.library import isa_name
 from gemmconv.ops import plain, volumes
-from gemmconv.ops.autocast import current_dtype, is_autocast_on
+from gemmconv.ops.autocast import current_dtype
 from gemmconv.ops.call_cache import arguments_key
 from gemmconv.ops.schemas import Tensors, is_channels_last
 from gemmconv.ops.volumes import Volume
@@ -138,11 +139,12 @@ def conv_transpose3d(
         call, key = (None, None) if text is None else plain.find_call(input, weight, bias, text)
         if call is not None:
             return call(input, weight, bias)
+        key = key if are_dense(input, weight, bias) else None
     problem = _checked(3, input, weight, bias, geometry, options)
     if input.dim() == 4:
 
         def call(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-            return conv_transpose3d(input.unsqueeze(0), weight, bias, *geometry, **options).squeeze(0)
+            return conv_transpose3d(input.unsqueeze(0), weight, bias, *problem.geometry, **options).squeeze(0)
 
     elif _is_for_torch(input, weight, bias, problem, algorithm, precision):
 
@@ -152,12 +154,11 @@ def conv_transpose3d(
     else:
         dtype, last = current_dtype(input), is_channels_last(input) or is_channels_last(weight)
         rounding = precision or volumes.precision_of(dtype, input.device)
-        volume = Volume(problem, dtype, input.device, rounding, last)
+        volume = Volume(problem, dtype, input.device, rounding, last, workspace_limit)
         way: Way = "images"
         if algorithm == "auto":
             records = torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad)
-            may_be_torchs = records or (key is None and not torch.compiler.is_compiling())  # in a mode
-            way = settled(choose_way(volume, "grads" if records else "forward"), volume, precision, may_be_torchs)
+            way = settled(choose_way(volume, "grads" if records else "forward"), volume, precision, records)
         if key is None:
             return compute(way, input, weight, bias, volume, options)
         call = prepare(way, (input, weight, bias), volume, options)
@@ -173,12 +174,17 @@ def choose_way(volume: Volume, direction: Pass = "forward", spec: DeviceSpec | N
         direction: ``"forward"``, or ``"grads"`` for a call whose gradients are recorded.
         spec: properties of another GPU than its device, to explain.
     """
-    if not torch.compiler.is_compiling():
-        config = volume.config(spec)
-        if (entry := tuned.entry_of(config, direction)) is not None:
-            return cast(Way, entry.algorithms[0])
-        return way_of(volume, direction, config.spec.is_hopper)
-    return way_of(volume, direction, volumes.is_hopper(volume.device))
+    if torch.compiler.is_compiling():
+        if volume.device.type == "cpu" and not torch.compiler.is_exporting():
+            return "torch"  # as images in compiled graphs for a CPU are
+        return way_of(volume, direction, volumes.is_hopper(volume.device))
+    config = volume.config(spec)
+    if (entry := tuned.entry_of(config, direction)) is not None:
+        return cast(Way, entry.algorithms[0])
+    has_kernels = isa_name() is not None if volume.device.type == "cpu" else why_no_kernels(volume.device) is None
+    if spec is None and not has_kernels:
+        return "torch"
+    return way_of(volume, direction, config.spec.is_hopper)
 
 
 def settled(way: Way, volume: Volume, precision: Precision | None, trains: bool) -> Way:
@@ -188,8 +194,9 @@ def settled(way: Way, volume: Volume, precision: Precision | None, trains: bool)
         way, volume, precision: of the call; the precision is the argument, None for torch's.
         trains: whether gradients may be asked for, which those of a product leave to torch.
     """
-    has_torchs = way == "torch" or (way == "product" and trains)
-    return "images" if has_torchs and not _rounds_as_asked(volume.dtype, volume.device, precision) else way
+    if _rounds_as_asked(volume.dtype, volume.device, precision):
+        return way
+    return "product" if way == "product" and not trains else "images"
 
 
 def _rounds_as_asked(dtype: torch.dtype, device: torch.device, precision: Precision | None) -> bool:
@@ -200,6 +207,8 @@ def _rounds_as_asked(dtype: torch.dtype, device: torch.device, precision: Precis
 
 def prepare(way: Way, tensors: Tensors, volume: Volume, options: dict[str, Any]) -> volumes.Call:
     """Prepare the eager call of a batch of volumes in one way; see :func:`compute`."""
+    if way == "product" and volumes.program_of(volume.config()) is None:
+        way = settled("torch", volume, options["precision"], trains=True)
     if way == "product":
         return volumes.prepare(tensors, volume)
     return lambda input, weight, bias: compute(way, input, weight, bias, volume, options)
@@ -212,13 +221,13 @@ def compute(
     problem, dtype = volume.problem, volume.dtype
     if way == "product":  # whose operator has no rules for tangents and transforms
         has_tangents = not torch.compiler.is_compiling() and forward_ad._current_level >= 0
-        way = "torch" if has_tangents or transforms_active() else way
+        way = settled("torch", volume, options["precision"], True) if has_tangents or transforms_active() else way
     if way == "torch":
         return torch.conv_transpose3d(input, weight, bias, *problem.geometry)
     # Autocast may have cast the input before. Slices are then copied in fewer bytes.
     input, weight, bias = input.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     if way == "product":
-        return volumes.conv_transpose3d(input, weight, bias, problem, options["precision"])
+        return volumes.conv_transpose3d(input, weight, bias, problem, options["precision"], volume.workspace_limit)
     return _as_images(input, weight, bias, problem, volume.last, options)
 
 
@@ -304,8 +313,7 @@ def _checked(rank: int, input: Any, weight: Any, bias: Any, geometry: Any, optio
     validation.choice(where, options["algorithm"], NAMES, options["precision"], options["workspace_limit"])
     shape = input.shape if input.dim() != 1 + rank else (1, *input.shape)
     problem = validation.problem(where, shape, weight.shape, *validation.geometry(where, *geometry, rank=rank))
-    if not is_autocast_on(input.device.type):
-        validation.same_kind(where, named)
+    validation.same_kind(where, named, current_dtype)
     validation.bias_shape(where, bias, problem.out_channels)
     validation.sizes(where, problem, input.dtype.itemsize)
     return problem
@@ -347,7 +355,7 @@ def way_of(volume: Volume, direction: Pass, is_hopper: bool) -> Way:
     elif is_step:  # gradients as images compete with torch's, which those of the product are
         images_are_faster = apart or p.groups > 1 or min(channels) < _DENSE
     else:
-        is_wide = max(p.stride) == 1 and math.prod(p.kernel_size[1:]) >= _WIDE and max(channels) <= _FEW
+        is_wide = is_hopper and max(p.stride) == 1 and math.prod(p.kernel_size[1:]) >= _WIDE and max(channels) <= _FEW
         images_are_faster = is_flat or is_wide or (apart and min(channels) > _FEW)
         least = least // 2 if is_wide else least  # many taps keep the device for longer
     if images_are_faster and _has_outputs(p, least):  # else the host takes too long

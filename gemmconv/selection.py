@@ -352,6 +352,9 @@ def _fastest_pair(config: Config, weight_config: Config, among: tuple[Algorithm,
     return min(found, key=lambda item: item[0].waited)
 
 
+tuned.on_change.append(_fastest_pair.cache_clear)
+
+
 def log_choice(chosen: Algorithm | Gradients, config: Config, weight_config: Config, direction: Pass) -> None:
     """Log at DEBUG what ``auto`` chose for a new configuration: one algorithm, or those of both gradients."""
     if not tuned.log.isEnabledFor(logging.DEBUG):

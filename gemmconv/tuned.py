@@ -131,8 +131,9 @@ def count() -> int:
 def load_tuned(path: str | Path | None = None) -> int:
     """Let ``auto`` take the choices of a file that :func:`gemmconv.tune` wrote. Nothing is measured.
 
-    Layers that were called before and compiled graphs use them, too. Entries of another version of gemmconv, and of
-    kernels that no longer exist, are ignored with a line in the log ``gemmconv``.
+    Layers that were called before and compiled graphs use them, too, except that a graph keeps the way of computing a
+    volume that it was traced with. Entries of another version of gemmconv, and of kernels that no longer exist, are
+    ignored with a line in the log ``gemmconv``.
 
     Args:
         path: path of the file; None for ``tuned.json`` in the cache's folder.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, NoReturn, cast
 
@@ -167,8 +167,16 @@ def element_type(where: str, dtype: object) -> None:
     floating(where, "dtype", dtype)
 
 
-def same_kind(where: str, tensors: Sequence[tuple[str, torch.Tensor | None]]) -> None:
+def same_kind(
+    where: str,
+    tensors: Sequence[tuple[str, torch.Tensor | None]],
+    dtype_of: Callable[[torch.Tensor], torch.dtype] = operator.attrgetter("dtype"),
+) -> None:
     """Check that all tensors share the first one's floating-point dtype and device.
+
+    Args:
+        where, tensors: the function, and its tensors with their names.
+        dtype_of: the dtype that counts, such as the one that autocast makes of a tensor's.
 
     Raises:
         NotImplementedError: an integer or boolean tensor.
@@ -180,12 +188,12 @@ def same_kind(where: str, tensors: Sequence[tuple[str, torch.Tensor | None]]) ->
     for name, other in rest:
         if other is None:
             continue
-        if other.dtype != first.dtype:
-            rule = f"have the dtype of {first_name}, {_name(first.dtype)}"
-            fail(RuntimeError, where, name, rule, _name(other.dtype), "convert one of them, or use torch.autocast")
         if other.device != first.device:
             rule = f"be on the device of {first_name}, {first.device}"
             fail(RuntimeError, where, name, rule, str(other.device), f"use {name}.to({str(first.device)!r})")
+        if dtype_of(other) != dtype_of(first):
+            rule = f"have the dtype of {first_name}, {_name(first.dtype)}"
+            fail(RuntimeError, where, name, rule, _name(other.dtype), "convert one of them, or use torch.autocast")
 
 
 def parameters(

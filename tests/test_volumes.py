@@ -2,18 +2,20 @@
 
 import itertools
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch._inductor.utils import run_and_get_code
 from torch.autograd import forward_ad
+from torch.utils.flop_counter import FlopCounterMode
 
 import gemmconv
 from gemmconv import rank
 from gemmconv.geometry import Problem
 from gemmconv.kernels.base import Config
 from gemmconv.kernels.conv import gemm_mma
-from gemmconv.ops import volumes
+from gemmconv.ops import call_cache, volumes
 from tests import emulator
 from tests.samples import conv_precision
 
@@ -59,6 +61,11 @@ def test_kernel_computes_both_passes_of_volumes(problem, kind, builder, poison):
             assert error < tolerance
 
 
+def test_products_of_volumes_have_the_callers_limit():
+    volume = volumes.Volume(PROBLEMS[0], torch.bfloat16, torch.device("cpu"), "ieee", workspace_limit=1 << 20)
+    assert volume.config().workspace_limit == 1 << 20
+
+
 def test_partial_sums_of_split_k_stay_within_the_workspace():
     problem = Problem(2, 512, 512, 1, (16, 16), (3, 3), (2, 2), (1, 1), (1, 1))
     config = Config(problem, torch.bfloat16, torch.device("cuda", 0))
@@ -71,8 +78,18 @@ def test_partial_sums_of_split_k_stay_within_the_workspace():
 
 @pytest.fixture
 def as_products(monkeypatch):
-    """Every volume is one product, which a CPU leaves to torch's operator."""
-    monkeypatch.setattr(rank, "way_of", lambda *_: "product")
+    """Every volume is one product, for which torch's operator stands on a CPU."""
+    monkeypatch.setattr(rank, "choose_way", lambda *_: "product")
+
+    def program_of(config):
+        if config.device.type == "cuda":
+            return on_gpu(config)
+        return SimpleNamespace(
+            prepare=lambda _: lambda *tensors: torch.conv_transpose3d(*tensors, *config.problem.geometry)
+        )
+
+    on_gpu = volumes.program_of
+    monkeypatch.setattr(volumes, "program_of", program_of)
 
 
 def test_operator_is_torchs_with_gradients_of_any_order(as_products):
@@ -109,6 +126,42 @@ def test_operator_compiles_and_leaves_transforms_and_float64_to_torch(as_product
     torch.testing.assert_close(double, torch.conv_transpose3d(input.double(), weight.double(), **ARGUMENTS))
     with torch.autocast("cpu", torch.bfloat16):
         assert call(input).dtype == torch.bfloat16
+
+
+def test_autocast_refuses_tensors_of_other_devices_and_dtypes(as_products):
+    input, weight, bias = tensors_of(PROBLEMS[0])
+    with torch.autocast("cpu", torch.bfloat16):
+        with pytest.raises(RuntimeError, match="weight must be on the device of input, cpu, got meta"):
+            gemmconv.conv_transpose3d(input, weight.to("meta"), bias)
+        for other in (weight.double(), weight.int()):
+            with pytest.raises(RuntimeError, match="weight must have the dtype of input"):
+                gemmconv.conv_transpose3d(input, other, bias)
+
+
+def test_calls_keep_no_list_of_the_callers(as_products):
+    """A list that is changed after a call leaves the prepared call as it was."""
+    input, weight, _ = tensors_of(PROBLEMS[0])
+    stride = [2, 2, 2]
+    wanted = gemmconv.conv_transpose3d(input[0], weight, stride=stride)
+    stride[:] = [1, 1, 1]
+    torch.testing.assert_close(gemmconv.conv_transpose3d(input[0], weight, stride=[2, 2, 2]), wanted)
+
+
+def test_backward_passes_compute_what_is_needed_and_are_counted(as_products, monkeypatch):
+    call_cache.entries.clear()  # a call that was prepared before may be about to ask less often
+    needed, gradients = [], volumes._gradients
+    monkeypatch.setattr(volumes, "_gradients", lambda *given: needed.append(given[2]) or gradients(*given))
+    input, weight, bias = (one.requires_grad_() for one in tensors_of(PROBLEMS[0]))
+    for leaf in (input, weight, bias):
+        output = gemmconv.conv_transpose3d(2 * input, 2 * weight, 2 * bias, **ARGUMENTS)
+        torch.autograd.grad(output.sum(), leaf)
+    assert needed == [(True, False, False), (False, True, True), (False, False, True)]
+    counts = []
+    for function in (gemmconv.conv_transpose3d, torch.conv_transpose3d):
+        with FlopCounterMode(display=False) as counter:
+            function(input, weight, bias, **ARGUMENTS).sum().backward()
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1] > 0
 
 
 def test_rule_on_gpus():
@@ -148,6 +201,15 @@ def test_torchs_operator_has_no_part_where_it_rounds_otherwise(monkeypatch):
     for other in (volume._replace(dtype=torch.bfloat16), volume._replace(device=torch.device("cpu"))):
         assert [rank.settled(one, other, "ieee", trains) for one, trains in asked] == [one for one, _ in asked]
     assert [rank.settled(one, volume, None, trains) for one, trains in asked] == [one for one, _ in asked]
+    config = replace(volume.config(), torch_precision="tf32")
+    with pytest.raises(NotImplementedError, match="native: precision follows torch"):
+        volumes._calls(config)[1]()
+    # A layer that the kernel cannot serve is computed as images then.
+    monkeypatch.setattr(volumes, "program_of", lambda *_: None)
+    monkeypatch.setattr(rank, "compute", lambda way, *_: way)
+    options = {"algorithm": "auto", "precision": "ieee", "workspace_limit": None}
+    assert rank.prepare("product", (), volume, options)(None, None, None) == "images"
+    assert rank.prepare("product", (), volume, options | {"precision": None})(None, None, None) == "torch"
 
 
 @pytest.mark.gpu

@@ -114,7 +114,7 @@ def test_warmup_finds_the_calls_without_data():
 
 def test_warmup_compiles_what_volumes_launch(monkeypatch):
     """Forward passes of volumes that are one product, whose gradients are torch's."""
-    monkeypatch.setattr(rank, "way_of", lambda *_: "product")
+    monkeypatch.setattr(rank, "choose_way", lambda *_: "product")
     layer, asked = gemmconv.ConvTranspose3d(16, 8, 2, 2), []
     found = module._calls_of(layer, (torch.randn(1, 16, 3, 4, 5),))
     assert not found.calls

@@ -12,8 +12,7 @@ from torch import Tensor
 from gemmconv import tuned
 
 entries: dict[Hashable, Any] = {}
-tuned.on_change.append(entries.clear)  # calls that were prepared before are then prepared and chosen anew
-_lock = threading.Lock()  # held while an entry is added
+_lock = threading.Lock()  # held while entries are added or cleared
 _MOST_ENTRIES = 4096
 
 
@@ -27,6 +26,14 @@ def find_or_make(key: Hashable, make: Callable[[], Any]) -> Any:
                 del entries[next(iter(entries))]
             entries[key] = entry
     return entry
+
+
+def _clear() -> None:
+    with _lock:
+        entries.clear()
+
+
+tuned.on_change.append(_clear)  # calls that were prepared before are then prepared and chosen anew
 
 
 def tensor_signature(tensor: Tensor | None) -> Hashable:

@@ -89,32 +89,26 @@ def _forward_with_casts(
     return call
 
 
-class _CallState:
-    """The state that all nodes of one signature share: the prepared forward call, and the prepared backward passes.
+class NeedQueries:
+    """Asks torch which gradients a backward pass of a node needs, of those that its tensors require.
+
+    torch answers for the nodes that gradients go to. It refuses to for leaves that autograd.grad names, and a refusal
+    takes 100 us, so for a while after one the gradient is computed, needed or not, which is right either way. So it is
+    after several passes in a row that needed all gradients.
 
     Args:
-        forward: the prepared forward call.
-        backward: computes gradients by operators, and prepares calls that do without the dispatcher.
         requires: whether input, weight and bias require gradients.
-        dtype: dtype of weight and bias, if the forward pass casts them.
     """
 
-    def __init__(
-        self, forward: Callable[..., Any], backward: Backward, requires: Needs, dtype: torch.dtype | None
-    ) -> None:
-        self.forward, self.backward, self.requires = forward, backward, requires
+    def __init__(self, requires: Needs) -> None:
+        self.requires = requires
         self.of_input, self.of_weight, _ = requires
-        self.dtype = dtype
-        self.gradients: dict[Hashable, Callable[..., Gradients]] = {}
         self.passes_without_query, self.full_passes = [0, 0, 0], 0
 
     def needs(self, ctx: Any) -> Needs:
         """Which gradients this backward pass needs: of input, weight and bias.
 
-        torch answers that for the nodes that gradients go to. It refuses to for leaves that autograd.grad names, and a
-        refusal takes 100 us, so for a while after one the gradient is computed, needed or not, which is right either
-        way. So it is after several passes in a row that needed all gradients. The bias's gradient, which costs little,
-        is computed with the weight's.
+        The bias's gradient, which costs little, is computed with the weight's.
         """
         self.full_passes += 1
         if self.full_passes > _FULL_PASSES and self.full_passes % _QUERIED_ONE_IN:
@@ -137,6 +131,24 @@ class _CallState:
         except RuntimeError:
             self.passes_without_query[index] = _CALLS_AFTER_REFUSAL
             return True
+
+
+class _CallState(NeedQueries):
+    """The state that all nodes of one signature share: the prepared forward call, and the prepared backward passes.
+
+    Args:
+        forward: the prepared forward call.
+        backward: computes gradients by operators, and prepares calls that do without the dispatcher.
+        requires: whether input, weight and bias require gradients.
+        dtype: dtype of weight and bias, if the forward pass casts them.
+    """
+
+    def __init__(
+        self, forward: Callable[..., Any], backward: Backward, requires: Needs, dtype: torch.dtype | None
+    ) -> None:
+        super().__init__(requires)
+        self.forward, self.backward, self.dtype = forward, backward, dtype
+        self.gradients: dict[Hashable, Callable[..., Gradients]] = {}
 
 
 class _CallNode(torch.autograd.Function):

@@ -4,29 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from gemmconv import flops
 from gemmconv.algorithms.fallback import with_fallback
 from gemmconv.device import DeviceSpec, make_current, spec_of
 from gemmconv.geometry import Problem
-from gemmconv.kernels.base import Config, Precision
+from gemmconv.kernels.base import DEFAULT_WORKSPACE_LIMIT, Config, Precision
 from gemmconv.kernels.conv import gemm_mma
 from gemmconv.kernels.forms import launches
 from gemmconv.kernels.program import Launch, Program
 from gemmconv.ops.ahead import compile_in_background
 from gemmconv.ops.autocast import cast_as_autocast, is_autocasting
 from gemmconv.ops.call_cache import find_or_make, tensor_signature
+from gemmconv.ops.recording import NeedQueries
 from gemmconv.ops.schemas import Tensors, as_hashable, without_data
-from gemmconv.selection import torch_precision
+from gemmconv.selection import choose, torch_precision
 
 Call = Callable[..., Tensor]  # of input, weight, and bias or None
 
 _SCHEMA = (
     "(Tensor input, Tensor weight, Tensor? bias, SymInt[] stride, SymInt[] padding, SymInt[] output_padding,"
-    " SymInt groups, SymInt[] dilation, str? precision) -> Tensor"
+    " SymInt groups, SymInt[] dilation, str? precision, int? workspace_limit=None) -> Tensor"
 )
 
 
@@ -37,6 +40,7 @@ class Volume(NamedTuple):
         problem, dtype, device: of the call; the dtype is what autocast makes of the tensors.
         precision: of float32 products.
         last: whether the input or the weight is in channels_last_3d, which the kernel does not take.
+        workspace_limit: bytes of temporary memory of the product; None for the default.
     """
 
     problem: Problem
@@ -44,12 +48,15 @@ class Volume(NamedTuple):
     device: torch.device
     precision: Precision
     last: bool = False
+    workspace_limit: int | None = None
 
     def config(self, spec: DeviceSpec | None = None) -> Config:
         """Its configuration, on its device or one with other properties; torch.channels_last is channels_last_3d."""
         memory_format = torch.channels_last if self.last else torch.contiguous_format
-        given = self.problem, self.dtype, self.device, self.precision
-        return Config(*given, memory_format=memory_format, spec=spec or spec_of(self.device))
+        limit = DEFAULT_WORKSPACE_LIMIT if self.workspace_limit is None else self.workspace_limit
+        given = self.problem, self.dtype, self.device, self.precision, limit
+        now = torch_precision(self.dtype, self.device)
+        return Config(*given, now, memory_format, spec=spec or spec_of(self.device))
 
 
 def precision_of(dtype: torch.dtype, device: torch.device) -> Precision:
@@ -66,13 +73,20 @@ is_hopper._dynamo_marked_constant = precision_of._dynamo_marked_constant = True 
 
 
 def conv_transpose3d(
-    input: Tensor, weight: Tensor, bias: Tensor | None, problem: Problem, precision: Precision | None
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    problem: Problem,
+    precision: Precision | None,
+    workspace_limit: int | None = None,
 ) -> Tensor:
     """The transposed convolution of a batch of contiguous volumes, ``[N, C_in, D, H, W]``, which has been checked.
 
     Without a precision each call follows torch's setting, in a compiled graph too.
     """
-    output: Tensor = OPERATOR(input, weight, bias, *problem.geometry, precision)
+    if not torch.compiler.is_compiling():
+        flops.register()
+    output: Tensor = OPERATOR(input, weight, bias, *problem.geometry, precision, workspace_limit)
     return output
 
 
@@ -84,21 +98,25 @@ def prepare(tensors: Tensors, volume: Volume) -> Call:
         volume: the call.
     """
     config, casts = volume.config(), is_autocasting(volume.device.type)
-    records = torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in tensors)
-    geometry, run = config.problem.geometry, with_fallback(config.device, *_calls(config))
+    of_input, of_weight, of_bias = (one is not None and one.requires_grad for one in tensors)
+    records = torch.is_grad_enabled() and (of_input or of_weight or of_bias)
+    run = with_fallback(config.device, *_calls(config))
     forward = run if all(one is None or one.is_contiguous() for one in tensors) else _with_copies(run)
-    apply: Any = super(torch.autograd.Function, _Node).apply  # torch's own also looks for transforms: there are none
+    state = forward, config.problem.geometry, NeedQueries((of_input, of_weight, of_bias))
+    # torch's own ``apply`` looks for transforms first. A call that has a signature is outside of them.
+    apply: Any = super(torch.autograd.Function, _Node).apply
 
     def call(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if casts:
             input, weight, bias = (cast_as_autocast(one, config.dtype) for one in (input, weight, bias))
-        output: Tensor = apply(input, weight, bias, forward, geometry) if records else forward(input, weight, bias)
+        output: Tensor = apply(input, weight, bias, state) if records else forward(input, weight, bias)
         return output
 
     return call
 
 
-def _program_of(config: Config) -> Program | None:
+@lru_cache(maxsize=256)
+def program_of(config: Config) -> Program | None:
     """The program of a forward pass; None where the kernel cannot serve the layer."""
     kernel = gemm_mma.KERNEL
     tile = kernel.tile(config, "forward") if kernel.refuses(config, "forward") is None else None
@@ -109,10 +127,11 @@ def _calls(config: Config) -> tuple[Callable[[], Call], Callable[[], Call]]:
     """Functions that prepare the forward call on contiguous tensors: by the kernel, if it can serve, and by torch."""
 
     def torchs() -> Call:
+        choose(config, "native", "conv_transpose3d")  # raises where torch's operator rounds otherwise
         return lambda input, weight, bias: torch.conv_transpose3d(input, weight, bias, *config.problem.geometry)
 
     def ours() -> Call:
-        program = _program_of(config)
+        program = program_of(config)
         return torchs() if program is None else program.prepare(config.device)
 
     return ours, torchs
@@ -131,7 +150,7 @@ def compile_forward_ahead(input: Tensor, weight: Tensor, bias: Tensor | None, *a
         operands = tuple(map(without_data, (input, weight, bias)))
 
         def list_launches() -> list[Launch]:
-            program = _program_of(volume.config())
+            program = program_of(volume.config())
             return [] if program is None else launches(program, operands, volume.device)
 
         return list_launches
@@ -151,9 +170,10 @@ def _compute(input: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any
 
 
 def volume_of(input: Tensor, weight: Tensor, *arguments: Any) -> Volume:
-    *geometry, precision = as_hashable(arguments)
+    *geometry, precision, workspace_limit = (*as_hashable(arguments), None)[:7]  # a call may leave out the last
     problem = _problem(input.shape, weight.shape, *geometry)
-    return Volume(problem, input.dtype, input.device, precision or torch_precision(input.dtype, input.device))
+    rounding = precision or torch_precision(input.dtype, input.device)
+    return Volume(problem, input.dtype, input.device, rounding, workspace_limit=workspace_limit)
 
 
 def _problem(input: Sequence[int], weight: Sequence[int], *geometry: Any) -> Problem:
@@ -166,30 +186,40 @@ def fake(input: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) ->
     return input.new_empty(_problem(input.shape, weight.shape, *arguments[:5]).output_shape)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    input, weight, bias, *ctx.geometry, _ = inputs
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    """Save for the backward pass, as custom_op asks for it; ``inputs`` begins with three tensors and the geometry."""
+    input, weight, bias, *ctx.geometry = inputs[:8]
     ctx.save_for_backward(input, weight)
     ctx.bias_sizes = None if bias is None else list(bias.shape)
 
 
-def _backward(ctx: Any, grad_output: Tensor) -> tuple[Any, ...]:
+def _gradients(ctx: Any, grad_output: Tensor, needs: Sequence[bool]) -> tuple[Tensor | None, ...]:
+    """torch's gradients of input, weight and bias, those that are needed."""
     stride, padding, output_padding, groups, dilation = ctx.geometry
-    gradients = torch.ops.aten.convolution_backward(
+    gradients: tuple[Tensor | None, ...] = torch.ops.aten.convolution_backward(
         *(grad_output, *ctx.saved_tensors, ctx.bias_sizes, stride, padding, dilation),
-        *(True, output_padding, groups, list(ctx.needs_input_grad[:3])),
+        *(True, output_padding, groups, list(needs)),
     )
-    return *gradients, *[None] * (len(ctx.needs_input_grad) - 3)
+    return gradients
+
+
+def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+    needs = ctx.needs_input_grad
+    return *_gradients(ctx, grad_output, needs[:3]), *[None] * (len(needs) - 3)
 
 
 class _Node(torch.autograd.Function):
-    """The autograd node of a prepared call."""
+    """The autograd node of a prepared call; ``state``: the forward call, the geometry, and the queries for needs."""
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, call: Call, geometry: Any) -> Tensor:
-        _save(ctx, (input, weight, bias, *geometry, None), input)
+    def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, state: Any) -> Tensor:
+        call, geometry, ctx.queries = state
+        _save(ctx, (input, weight, bias, *geometry), None)
         return call(input, weight, bias)
 
-    backward = staticmethod(_backward)
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        return *_gradients(ctx, grad_output, ctx.queries.needs(ctx)), None
 
 
 OPERATOR = torch.library.custom_op("gemmconv::conv_transpose3d", _compute, mutates_args=(), schema=_SCHEMA)
