@@ -12,7 +12,8 @@ side:
 
 Sums over depth taps are thus part of one product, which is rounded once, and no columns are written. If the kernel's
 depth equals its stride, all phases read one slice, and are one convolution with S times the output channels.
-Everything is made of operators with gradients, so gradients, transforms and graphs work as for images.
+Images are made of operators with gradients alone, so gradients, transforms and graphs work as for images. The product's
+operator has gradients, but no rules for transforms, which torch's operator serves.
 """
 
 from __future__ import annotations
@@ -176,7 +177,7 @@ def choose_way(volume: Volume, direction: Pass = "forward", spec: DeviceSpec | N
     """
     if torch.compiler.is_compiling():
         if volume.device.type == "cpu" and not torch.compiler.is_exporting():
-            return "torch"  # as images in compiled graphs for a CPU are
+            return "torch"  # which would serve the images in a graph for a CPU, too
         return way_of(volume, direction, volumes.is_hopper(volume.device))
     config = volume.config(spec)
     if (entry := tuned.entry_of(config, direction)) is not None:
