@@ -329,8 +329,9 @@ def way_of(volume: Volume, direction: Pass, is_hopper: bool) -> Way:
       where the channels fill cuDNN's tiles, and 0.8 times for 256 to 128 channels, kernel 4, stride 2; without TF32
       1.1 to 6 times, on ten other layers;
     - forward, images were faster than the product for a depth of 1 (1.3 to 2.7 times), for 256 channels whose kernel
-      is the stride (1.2 times) and for kernels of 5 x 5 and 5 x 7 in a slice under a stride of 1 (1.7 and 2.3 times),
-      and serve depthwise layers (4 to 6 times), which the product does not take;
+      is the stride (1.2 times) and for kernels of 5 x 5 and 5 x 7 in a slice under a stride of 1 (1.7 and 2.3 times; in
+      compiled graphs 1.4 times for 3 x 3, too), and serve depthwise layers (4 to 6 times), which the product does not
+      take;
     - gradients as images had 1.3 to 1.6 times where the kernel is the stride, 1.3 to 5 times for few channels and many
       groups, else 0.4 to 1.3 times; those of the product are torch's.
 
@@ -356,7 +357,9 @@ def way_of(volume: Volume, direction: Pass, is_hopper: bool) -> Way:
     elif is_step:  # gradients as images compete with torch's, which those of the product are
         images_are_faster = apart or p.groups > 1 or min(channels) < _DENSE
     else:
-        is_wide = is_hopper and max(p.stride) == 1 and math.prod(p.kernel_size[1:]) >= _WIDE and max(channels) <= _FEW
+        # A compiled graph copies slices in few kernels, so images pay for fewer taps there.
+        many_taps = torch.compiler.is_compiling() or math.prod(p.kernel_size[1:]) >= _WIDE
+        is_wide = is_hopper and max(p.stride) == 1 and many_taps and max(channels) <= _FEW
         images_are_faster = is_flat or is_wide or (apart and min(channels) > _FEW)
         least = least // 2 if is_wide else least  # many taps keep the device for longer
     if images_are_faster and _has_outputs(p, least):  # else the host takes too long

@@ -164,7 +164,7 @@ def test_backward_passes_compute_what_is_needed_and_are_counted(as_products, mon
     assert counts[0] == counts[1] > 0
 
 
-def test_rule_on_gpus():
+def test_rule_on_gpus(monkeypatch):
     """Small outputs are never images, which keep the host long; dense layers are torch's where nothing was measured."""
     device = torch.device("cuda", 0)
     dense = Problem(2, 32, 48, 1, (16,) * 3, (3,) * 3, (2,) * 3, (1,) * 3, (0,) * 3, (1,) * 3)
@@ -188,6 +188,10 @@ def test_rule_on_gpus():
     assert way(stride_1 | wide) == way(stride_1 | wide | large, "grads") == way(deep, precision="ieee") == "product"
     assert way(stride_1 | wide | large) == "images"
     assert way(deep) == way(deep | large, "grads") == "torch"
+    with monkeypatch.context() as patch:  # copies of slices are fused there
+        patch.setattr(torch.compiler, "is_compiling", lambda: True)
+        assert (way(stride_1 | large), way(stride_1), way(large)) == ("images", "product", "product")
+    assert way(stride_1 | large) == "product"
     assert way(stride_1 | {"out_channels": 128}) == way(stride_1 | {"in_channels": 64, "out_channels": 64}) == "torch"
 
 
