@@ -112,7 +112,8 @@ def conv_transpose2d(
     # Complex: torch's operator, which rewrites them as real ones before autograd, and checks shapes.
     if input.is_complex() and algorithm in ("auto", "native"):
         return torch.conv_transpose2d(input, weight, bias, *geometry)
-    # Eager, where torch's operator is chosen for all passes: ours would add nothing but host time. Shapes are checked.
+    # Eager, where torch's operator is chosen for all passes: ours would add nothing but host time. is_left_to_torch
+    # checks shapes.
     if is_eager and (input.is_cuda or input.is_cpu) and ops.is_left_to_torch(input, weight, bias, arguments):
         plain.store_call(key, lambda input, weight, bias: torch.conv_transpose2d(input, weight, bias, *geometry))
         return torch.conv_transpose2d(input, weight, bias, *geometry)
@@ -254,8 +255,8 @@ def _window(where: str, rank: int, *given: IntOrPair) -> tuple[Any, ...]:
 def _windows_of_images(window: tuple[Any, ...]) -> tuple[list[Any], list[Any], list[Any]]:
     """A window of signals as one for images of height 1, and a window of volumes as two: along the depth, in a slice.
 
-    A volume is unfolded as an image ``[D, H*W]`` first, then each slice as an image ``[H, W]``. One copy moves the
-    depth axis of the windows behind the taps of the slices. col2im goes back.
+    im2col unfolds a volume as an image ``[D, H*W]`` first, then each slice ``[H, W]`` of the result. One copy brings
+    ``[C*K_d, D_w, K_h*K_w]`` to ``[C*K_d, K_h*K_w, D_w]``, D_w windows along the depth. col2im does this in reverse.
     """
     pairs = list(zip((1, 1, 0, 1), window, strict=True))  # along an axis that has one tap
     return [(one, *of) for one, of in pairs], [(of[0], one) for one, of in pairs], [of[1:] for of in window]

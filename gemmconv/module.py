@@ -137,9 +137,9 @@ class _Layer(nn.Module):
     def _call_first(
         self, key: Any, arguments_key: bytes, input: Tensor, weight: Tensor, bias: Tensor | None
     ) -> Tensor | None:
-        """What a layer does of its own in the first call of a signature, ``key``, before the functional form.
+        """Called first for a new signature, ``key``: 2-D layers compile ahead, 1-D layers may compute the output.
 
-        Returns the output, or None where the functional form computes it.
+        Returns the output, or None where the functional form is to compute it.
         """
 
     def extra_repr(self) -> str:
@@ -204,7 +204,7 @@ class ConvTranspose1d(_Layer, nn.ConvTranspose1d):
     def _call_first(
         self, key: Any, arguments_key: bytes, input: Tensor, weight: Tensor, bias: Tensor | None
     ) -> Tensor | None:
-        """Prepare the call on signals; under autocast and without a batch, find one on images of height 1."""
+        """Prepare a call on signals; under autocast, or without a batch, find a prepared call on images of height 1."""
         if input.dim() == 3:
             # The functional form then raises what is wrong, in the words of one axis.
             with suppress(TypeError, RuntimeError, ValueError, NotImplementedError):

@@ -3,9 +3,9 @@
 A signal is an image of height 1, by views. :func:`choose_way` says how a volume is computed: as one product by a kernel
 of its own (gemmconv/ops/volumes.py), by torch's operator, or as images, all depth slices of a batch at once. For this,
 outputs fall into S phases along the depth (gemmconv/geometry.py). Output slice ``q * S + residue - P`` of a phase reads
-input slice ``q - shift`` through each tap of the phase (the glossary counts shifts the other way). So the slices of a
-phase are one transposed convolution of images, whose input channels are those of the slices that its taps read, side by
-side:
+input slice ``q - shift`` through each tap of the phase. (So a phase is ``(o + P) mod S`` here, and ``o mod S`` in the
+glossary, where shifts have the other sign.) The slices of a phase are one transposed convolution of images, whose input
+channels are those of the slices that its taps read, side by side:
 
     S=2 P=1 K=4:  residue 0 has taps 0 and 2, shifts 0 and 1: images q and q-1, twice the input channels
                   residue 1 has taps 1 and 3, shifts 0 and 1: the same images, other weights
@@ -189,11 +189,13 @@ def choose_way(volume: Volume, direction: Pass = "forward", spec: DeviceSpec | N
 
 
 def settled(way: Way, volume: Volume, precision: Precision | None, trains: bool) -> Way:
-    """The way of a call, or images where torch's operator has a part in it and does not round as is asked for.
+    """The way of a call; images instead of a way in which torch's operator computes something and rounds otherwise.
+
+    torch's operator computes all of ``"torch"``, and the gradients of ``"product"``.
 
     Args:
         way, volume, precision: of the call; the precision is the argument, None for torch's.
-        trains: whether gradients may be asked for, which those of a product leave to torch.
+        trains: whether a backward pass may follow.
     """
     if _rounds_as_asked(volume.dtype, volume.device, precision):
         return way

@@ -8,8 +8,8 @@
     CPU         _order_on_cpu             choose, for each            a rule that was fitted to measured rows
     CPU, no C   the end of preference     choose, for each            torch's operator; gemm_col2im for few outputs
 
-An algorithm that is named is taken for all passes that it can serve. Named or not, it must be able to serve the forward
-pass, whose gradients a training step wants: ``why_not`` without a direction asks for that.
+An algorithm that is named is taken for all passes that it can serve. Named or not, it serves a gradient only where it
+can serve the forward pass, too: ``why_not(config)`` asks for that, ``why_not(config, direction)`` for the pass itself.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ class Seconds:
     """Estimated seconds of a call: those of the device, and those for which the host is kept to enqueue it.
 
     A step of large layers waits for the device, and a step of small ones for the host. So the longer of both counts.
-    But host time costs nothing in a CUDA graph, so what saves it may slow the device down by ``most_slowdown`` (2, a
-    policy) at most: host time counts up to that many times the device time.
+    But in a CUDA graph host time costs nothing. So it counts up to ``most_slowdown`` (2, a policy) times the device
+    time: no choice is more than twice as slow on the device to save host time.
     """
 
     device: float

@@ -11,11 +11,12 @@
  *   S=2 P=1 K=3 D=1, o=3:  k=0 -> i=2;  k=1 -> no;  k=2 -> i=1
  *   S=5 P=1 K=3 D=2, o=2:  3, 1, -1 are no multiples of 5: no tap at all, the output is the bias
  *
- * Outputs thus fall into S phases, here (o + P) mod S; those of a phase read the same taps. A thread owns a cell, here of
- * CELL_ROWS rows and CELL_W columns. With CELL_W = STRIDE_W that is one output of every column phase: outputs
- * j*S .. j*S + S-1 of a row read around input j, so a warp reads each tap's row at consecutive addresses, and which taps
- * an output of the cell has is known when compiling. For strides too wide for that, CELL_W = 1 and the column phase is
- * found at run time, as the row phase always is. Either way every column value is read at most once.
+ * Outputs thus fall into S phases, here (o + P) mod S, elsewhere o mod S; those of a phase read the same taps. A thread
+ * owns a cell of CELL_ROWS x CELL_W outputs, which need not be S x S as elsewhere. With CELL_W = STRIDE_W that is one
+ * output of every column phase: outputs j*S .. j*S + S-1 of a row read around input j, so a warp reads each tap's row
+ * at consecutive addresses, and which taps an output of the cell has is known when compiling. For strides too wide for
+ * that, CELL_W = 1 and the column phase is found at run time, as the row phase always is. Either way every column value
+ * is read at most once.
  *
  * A launch folds the output rows [out_row_begin, out_row_begin + out_rows) from columns that hold the input rows
  * [in_row_begin, in_row_begin + in_rows), which must be all that those outputs read.
@@ -41,7 +42,7 @@ struct col2im_params {
 
 using accumulate_t = accumulator_t<OUTPUT_T>;
 
-// Cells as wide as a vector store take one; the rest store their outputs one at a time.
+// A cell of 2 or 4 columns is written by one vector store, others output by output.
 constexpr bool kVectorCell = CELL_W == 2 || CELL_W == 4;
 struct alignas(kVectorCell ? CELL_W * sizeof(OUTPUT_T) : sizeof(OUTPUT_T)) cell_t { OUTPUT_T value[CELL_W]; };
 

@@ -36,8 +36,8 @@
 #include "ptx/named_barrier.cuh"
 
 constexpr int kFoldLines = FOLD_OUTS * kTaps, kFolds = LINES / kFoldLines, kFoldFloats = kFoldLines * FOLD_PITCH;
-// Steps of the main loop that are peeled off before it. The loop takes two chunks at a time, or one where an item has two
-// blocks of positions; so it is one step where the number of chunks is odd.
+// Chunks that are done before the main loop. With one block of positions it takes two chunks an iteration, so that one of an odd
+// number is done before; with two blocks of positions it takes one.
 constexpr int kPeeled = ROW_BLOCKS == 1 ? LEAST_CHUNKS % 2 : 0;
 static_assert(kFoldLines % 8 == 0 && LINES % kFoldLines == 0, "a fold is columns of each thread");
 static_assert(FOLD_PITCH % 8 == 4 && kPositions <= FOLD_PITCH, "a warp writes columns to different banks");
@@ -102,7 +102,7 @@ __device__ __forceinline__ void consume(const pixels_on_m_params& p, int warp) {
     const float* biases = biases_of(p, warp) + group * kGroupOuts;
     ring_t ring, slots;
     each_item<item_t>(p, [&](const item_t& item) {
-        const int lane = thread % kLanes;
+        const int lane = thread % kLanes;  // of the group's threads, which are more than a warp's
         cell_t own[kOwnCells];  // cells that the thread gathers, the same of each fold
         #pragma unroll
         for (int turn = 0; turn < kOwnCells; ++turn) own[turn] = cell_of(p, item, (turn * kLanes + lane) / kParts);
@@ -113,7 +113,8 @@ __device__ __forceinline__ void consume(const pixels_on_m_params& p, int warp) {
             float sums[ROW_BLOCKS][LINES / 2];
             ring_t here = slots;
             const bool frees = !p.held || block + 1 == item.blocks;
-            multiply<true, kPeeled>(p, sums, ring, here, warp, frees, [](auto) {});  // pairs; nothing to do meanwhile
+            // The main loop. true: positions come in pairs; the last argument: nothing else is done while products run.
+            multiply<true, kPeeled>(p, sums, ring, here, warp, frees, [](auto) {});
             if (frees) slots = here;
             of_block.share(p, warp);
             #pragma unroll 1
@@ -141,5 +142,6 @@ __device__ __forceinline__ void consume(const pixels_on_m_params& p, int warp) {
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
 sm90_gemm_fold_pixels_kernel(const __grid_constant__ pixels_on_m_params p) {
+    // Sets up the rings, starts the producers, and calls consume; registers of a thread that multiplies, and of one that loads.
     run<208, 88>(p, [&](int warp) { consume(p, warp); });
 }

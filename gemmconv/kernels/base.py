@@ -51,7 +51,7 @@ class Config:
         bias: whether a forward call has a bias.
         spec: the properties of a CUDA device.
         deterministic: whether torch's operator is limited to cuDNN's deterministic kernels.
-        weight_format: for both gradients at once, the format in which the weight's reads its inputs, if it is another.
+        weight_format: of ``"grads"``, the format in which the weight's gradient reads its tensors; None for the same.
         trained: whether the weight is expected to change before the next call: on a CPU, if gradients are recorded.
     """
 
@@ -147,9 +147,9 @@ class Kernel(ABC):
         return min(self.tiles(config, direction), key=lambda tile: self.seconds(config, direction, tile), default=None)
 
     def fitted(self, config: Config, direction: Pass, tile: Any) -> Any | None:
-        """The tile of a layer at one size, changed to fit the batch, height and width of ``config``.
+        """The tile for the batch, height and width of ``config``, with the kernel that is compiled for ``tile``.
 
-        The compiled kernel stays the same. None if the kernel, as it is compiled for the tile, cannot compute the size.
+        None if that kernel, as it is compiled, cannot compute this size.
         """
         return None
 

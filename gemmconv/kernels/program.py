@@ -90,8 +90,8 @@ class Launch:
         source, macros: the kernel's file under csrc/, and the macros that specialise it.
         grid, block: blocks, and threads of a block.
         params: the fields of its params struct in order; their C types follow from the values, an int's is 32 bits and
-            a :class:`Long`'s 64. A name with commas, as in C, names several fields and has a tuple of values; so has an
-            array. The emulator of the tests compares the size with that of the struct in the kernel's source.
+            a :class:`Long`'s 64. Names are as in C: ``"n"`` has a value, ``"a, b"`` and ``"x[3]"`` have tuples of two
+            and three. The emulator of the tests compares the size with that of the struct in the kernel's source.
         shared_bytes: bytes of dynamic shared memory.
         overlaps: whether it may begin before the previous launch ends (PDL): see gemmconv/runtime/launch.py.
     """
@@ -234,7 +234,7 @@ class Operand:
         name: its name in params.
         form: the memory format in which it must be contiguous; None for a weight, which may have either.
         alignment: bytes; its address must be a multiple of them.
-        columns: columns of zeros that pad each of its rows.
+        columns: zeros behind each of its rows, which pad it.
         argument: the name of the call's argument, if it is not ``name``.
     """
 

@@ -61,14 +61,14 @@ def prepare_call(
 
     Args:
         direction: which operator.
-        tensors: its tensors, all of one dtype. Where the call casts weight and bias itself, they stand for the casts.
+        tensors: its tensors, all of one dtype: for a call that casts weight and bias itself, stand-ins of the casts.
         sizes: height and width of the input for its gradient, of the kernel for the weight's; None for other passes.
         arguments: the operator's other arguments, from the stride on; trailing defaults may be left out.
         convention: what the call takes and returns where that differs from the operator, such as uncast parameters or
             signals (see :class:`Convention`); None for what the operator takes and returns.
     """
     convention = convention or default_convention(direction, tensors)
-    # Bytes, made quickly; for arguments that have none, such as sizes of a traced graph, the values themselves.
+    # The arguments as bytes, which are made quickly. Symbolic sizes of a traced graph have none: then the values.
     given = arguments_key((sizes, arguments)) or (sizes, Options(*as_hashable(arguments)))
     current = selection.torch_precision(tensors[0].dtype, tensors[0].device)
     key = (direction, *map(tensor_signature, tensors), given, current, convention)

@@ -76,7 +76,7 @@ def _prepare_autocast(tensors: Tensors, arguments: Arguments) -> Call:
     if not casts_parameters(tensors, dtype):
         call = prepare_recording(tuple(map(cast, tensors)), arguments)
         return lambda input, weight, bias: call(cast(input), cast(weight), cast(bias))
-    # The call is prepared for parameters in autocast's dtype, which need no data, and takes them as they are, uncast.
+    # It is prepared with stand-ins of the cast parameters, without data. A call gets the float32 ones, and casts them.
     low = cast(tensors[0]), *(without_data(one, dtype) for one in tensors[1:])
     casting = prepare_recording(low, arguments, tensors[1:])
     return lambda input, weight, bias: casting(cast(input), weight, bias)
@@ -102,18 +102,21 @@ def prepare_signal(input: Tensor, weight: Tensor, bias: Tensor | None, arguments
 
 
 def casts_parameters(tensors: Tensors, dtype: torch.dtype) -> bool:
-    """Whether a call casts weight and bias to autocast's ``dtype``, both by one launch; if not, torch casts them."""
+    """Whether a call casts weight and bias to autocast's ``dtype`` by a launch of its own; if not, torch casts them.
+
+    autograd does not see a cast of ours: the backward pass gives its gradient to the parameter itself. That is right
+    for a leaf. Any other tensor that needs a gradient has to be cast by torch, so that its graph holds the cast.
+    """
     input, *parameters = (one for one in tensors if one is not None)
-    # The kernel that casts, csrc/layout/cast.cu, writes 16 bits on a GPU. Autocast leaves a float64 input as it is.
+    # The kernel that casts, csrc/layout/cast.cu, reads float32 and writes 16 bits. Autocast casts no float64 input.
     is_in_16_bits = input.is_cuda and dtype.itemsize == 2 and input.dtype != torch.float64
-    # It reads float32, and goes through memory without gaps, so that a cast has the strides of its tensor.
+    # It goes through memory without gaps, so that a cast has the strides of its tensor.
     are_readable = are_packed(tensors[1:]) and all(one.dtype == torch.float32 for one in parameters)
-    # Later calls in an autocast block find casts in autocast's cache: a call puts both of its casts there, or neither.
+    # Autocast keeps casts of leaves for later calls of its block. A call stores both of its casts there, or neither.
     cacheable = {is_cacheable(one) for one in parameters}
     are_alike = len(cacheable) == 1
-    # autograd sees no cast of ours: gradients go straight to a cacheable leaf. Other tensors need a cast of torch's.
     need_torchs = False in cacheable and torch.is_grad_enabled() and any(one.requires_grad for one in parameters)
-    # A version tells whether a weight changed after its cast; tensors that were made in inference mode have none.
+    # A cast is used again as long as the version of its tensor is the same; tensors of inference mode have no version.
     have_versions = not any(one.is_inference() for one in parameters)
     return is_in_16_bits and are_readable and are_alike and not need_torchs and have_versions
 

@@ -304,10 +304,11 @@ class GemmFoldPixels(OneFormatForward):
     only_in = torch.contiguous_format
 
     def fitted(self, config: Config, direction: Pass, tile: Tile) -> Tile | None:
-        """The tile for another size. Compiled are its lines, whether it has windows, and four numbers.
+        """The tile for another size, with the same compiled kernel.
 
-        These are ``row_blocks``, ``fold_turns``, ``vector`` and ``piece``: the size must have the same, or fewer
-        positions than the row blocks. Images of an item, sets and windows are arguments of the kernel.
+        The kernel is compiled for lines, with or without windows, ``row_blocks``, ``fold_turns``, ``vector`` and
+        ``piece``. A size must have the same of each; its items may have fewer positions than the row blocks hold.
+        Images of an item, sets and windows are arguments of the kernel.
         """
         p, compiled = config.problem, (tile.row_blocks, tile.fold_turns)
         if not pixels_on_m.serves(p, tile.itemsize, tile.multiprocessors):
