@@ -6,7 +6,7 @@
     Hopper      _estimates                _gradients_on_hopper        what a step is estimated to wait for the least
     other GPUs  _first_on_other_gpus      _gradients_on_other_gpus    torch's operator, unless ours is clearly faster
     CPU         _order_on_cpu             choose, for each            a rule that was fitted to measured rows
-    CPU, no C   the end of preference     choose, for each            torch's operator; gemm_col2im for few outputs
+    CPU, no C   last lines of preference  choose, for each            torch's operator; gemm_col2im for few outputs
 
 An algorithm that is named is taken for all passes that it can serve. Named or not, it serves a gradient only where it
 can serve the forward pass, too: ``why_not(config)`` asks for that, ``why_not(config, direction)`` for the pass itself.
@@ -169,8 +169,8 @@ def _on_measured_gpu(config: Config) -> Config:
 def _clearly_below(config: Config, torchs: Seconds) -> float:
     """The seconds below which one of ours comes before torch's operator on a GPU that is not Hopper.
 
-    ``torchs`` is that of deterministic kernels on Hopper. Elsewhere torch may take others, up to twice as fast in
-    float32 and float64: so ours must take less than half of its time there, and less than 0.65 in TF32 and 16 bits.
+    ``torchs`` was measured on Hopper with deterministic kernels. On other GPUs torch may take others, up to twice as
+    fast. So ours must take less than 0.5 of this time in float32 and float64, less than 0.65 in TF32 and 16 bits.
     """
     share = _CLEARLY_FASTER["half" if config.dtype.itemsize == 2 else config.precision]  # "half" are 16-bit types
     return share * torchs.waited if torchs.device < math.inf else 0.0

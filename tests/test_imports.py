@@ -16,7 +16,7 @@ LAYERS = ["convert", "module", "rank", "functional", "ops", "selection", "algori
 
 # The modules of ops, from the top down. One may import those below it.
 OPS = [
-    *("compiled", "plain", "recording", "signatures", "__init__", "followers", "volumes", "autograd", "transforms"),
+    *("compiled", "plain", "volumes", "recording", "signatures", "__init__", "followers", "autograd", "transforms"),
     *("autocast", "left_to_torch", "implementation", "ahead", "gradients", "programs", "configs", "call_cache"),
     "schemas",
 ]

@@ -147,9 +147,9 @@ class Kernel(ABC):
         return min(self.tiles(config, direction), key=lambda tile: self.seconds(config, direction, tile), default=None)
 
     def fitted(self, config: Config, direction: Pass, tile: Any) -> Any | None:
-        """The tile for the batch, height and width of ``config``, with the kernel that is compiled for ``tile``.
+        """Reuse the kernel compiled for ``tile`` at another size: the tile for ``config``'s batch, height and width.
 
-        None if that kernel, as it is compiled, cannot compute this size.
+        None if that kernel, as it is compiled, cannot compute this size, which then compiles one of its own.
         """
         return None
 

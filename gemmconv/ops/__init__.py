@@ -1,10 +1,10 @@
 """The operators ``torch.ops.gemmconv.*``, one topic a module; a module imports none but those after it in this list.
 
-compiled: lowering by torch.compile. plain: calls past the dispatcher. recording: their autograd nodes. signatures:
-the keys of calls. followers: modules to be called next. volumes: those that are one product. autograd: derivatives.
-transforms: torch.func. autocast: casts. left_to_torch: torch's operator. implementation: prepared calls. ahead:
-compilation in the background. gradients: prepared gradients. programs: those of passes. configs: choices of algorithms.
-call_cache: calls by signature. schemas: operators' arguments.
+compiled: lowering by torch.compile. plain: calls past the dispatcher. volumes: those that are one product. recording:
+autograd nodes of plain calls. signatures: the keys of calls. followers: modules to be called next. autograd:
+derivatives. transforms: torch.func. autocast: casts. left_to_torch: torch's operator. implementation: prepared calls.
+ahead: compilation in the background. gradients: prepared gradients. programs: those of passes. configs: choices of
+algorithms. call_cache: calls by signature. schemas: operators' arguments.
 """
 
 from gemmconv.ops.left_to_torch import is_left_to_torch, torchs_conv_transpose2d

@@ -61,7 +61,8 @@ def prepare_call(
 
     Args:
         direction: which operator.
-        tensors: its tensors, all of one dtype: for a call that casts weight and bias itself, stand-ins of the casts.
+        tensors: its tensors, all of one dtype. If the call will cast float32 weight and bias itself, pass stand-ins
+            with the cast dtype.
         sizes: height and width of the input for its gradient, of the kernel for the weight's; None for other passes.
         arguments: the operator's other arguments, from the stride on; trailing defaults may be left out.
         convention: what the call takes and returns where that differs from the operator, such as uncast parameters or

@@ -76,7 +76,7 @@ def _prepare_autocast(tensors: Tensors, arguments: Arguments) -> Call:
     if not casts_parameters(tensors, dtype):
         call = prepare_recording(tuple(map(cast, tensors)), arguments)
         return lambda input, weight, bias: call(cast(input), cast(weight), cast(bias))
-    # It is prepared with stand-ins of the cast parameters, without data. A call gets the float32 ones, and casts them.
+    # To prepare it, stand-ins without data do, in autocast's dtype. A call gets the float32 parameters, and casts them.
     low = cast(tensors[0]), *(without_data(one, dtype) for one in tensors[1:])
     casting = prepare_recording(low, arguments, tensors[1:])
     return lambda input, weight, bias: casting(cast(input), weight, bias)
@@ -85,7 +85,7 @@ def _prepare_autocast(tensors: Tensors, arguments: Arguments) -> Call:
 def prepare_signal(input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Arguments) -> Call | None:
     """Prepare a call on a batch of signals as images of height 1; None if the dispatcher serves it, or under autocast.
 
-    It may be torch's own operator for signals. :func:`prepare` is asked only after torch's operator was ruled out.
+    Unlike :func:`prepare`, whose callers have ruled out torch's operator before, it may give a call of that.
 
     Args:
         input, weight, bias: ``[N, C_in, L]``, ``[C_in, C_out/groups, K]`` and ``[C_out]``, not checked.
