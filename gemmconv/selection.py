@@ -367,6 +367,6 @@ def log_choice(chosen: Algorithm | Gradients, config: Config, weight_config: Con
         names, made = {chosen.name: None}, [chosen.choice(config, direction)]
     layer, size = " ".join(tuned.key_of(config, direction)), "x".join(map(str, tuned.size_of(config)))
     kernels, seconds = " and ".join(map(str, made)), sum(one.seconds for one in made if one)
-    expected = f"expected {MICROSECONDS * seconds:,.0f} us" if seconds < math.inf else "no estimate"
+    expected = f"expected {MICROSECONDS * seconds:,.0f} us" if 0 < seconds < math.inf else "no estimate"
     text = f"{' and '.join(names)}, kernel {kernels}, {expected}"
     tuned.log.debug("auto chooses for %s %s: %s", layer, size, text)
