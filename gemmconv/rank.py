@@ -116,8 +116,8 @@ def conv_transpose3d(
         weight: ``[C_in, C_out/groups, K_d, K_h, K_w]``.
         bias: ``[C_out]`` or None.
         stride, padding, output_padding, dilation: an int or ``(depth, height, width)``, in elements.
-        groups, algorithm, precision: see conv_transpose2d; the algorithm is that of the images.
-        workspace_limit: bytes of temporary memory of the images' algorithm; the copies of slices are not counted.
+        groups, algorithm, precision: see conv_transpose2d; an algorithm that is named computes the volume as images.
+        workspace_limit: bytes of temporary memory; copies of slices are not counted.
 
     Returns:
         ``[N, C_out, D_out, H_out, W_out]`` (or without N), channels_last_3d where the input or the weight is.
