@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Callable, Sequence
 from statistics import geometric_mean, median
 from typing import Any, NamedTuple
@@ -25,12 +24,13 @@ import gemmconv
 from benchmarks.commands import Progress
 from benchmarks.contenders import torch_settings
 from benchmarks.summary import markdown_table
+from benchmarks.turns import Pace, by_turns
 from gemmconv.compare.measure import relative_error
-from gemmconv.compare.timing import cuda_rounds, medians_ms
+from gemmconv.compare.timing import medians_ms
 
 _PRECISIONS = {"tf32": torch.float32, "bf16": torch.bfloat16}
 _BAR = {"tf32": 2e-3, "bf16": 8e-3}  # a result is wrong if its relative error exceeds this and twice torch's own
-_CALLS, _ROUNDS = 12, 5  # calls in a row of one contender, and how often; fewer calls where they take long
+_LEAST_CALLS, _MOST_CALLS, _BURST_MS, _ROUNDS = 3, 12, 50.0, 5  # calls in a row of one contender, and how often
 _SLOWER = 1.03  # counted as slower: more than this times the longer of torch's two measurements
 
 
@@ -102,7 +102,7 @@ def row_of(layer: Layer, precision: str, device: torch.device) -> dict[str, list
         found = {}
         for name, trains in (("forward", False), ("step", True)):
             runs = [lambda one=one, trains=trains: step(one, trains) for one in (theirs, ours, theirs)]
-            found[f"{name}, device"] = _device_ms(runs, device)
+            found[f"{name}, device"] = medians_ms(runs, device)
             found[f"{name}, waited"] = _waited_ms(runs, device)
     return found
 
@@ -116,30 +116,10 @@ def _in_float32(module: Any, input: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
     return output, *torch.autograd.grad(output, (leaf, weight, bias), grad.float())
 
 
-def _device_ms(runs: Sequence[Callable[[], object]], device: torch.device) -> list[float]:
-    if device.type != "cuda":
-        return medians_ms(runs, device)
-    rests = [min(times) for times in cuda_rounds(runs, device, 3)]
-    return [median(times) for times in cuda_rounds(runs, device, _ROUNDS, rests)]
-
-
 def _waited_ms(runs: Sequence[Callable[[], object]], device: torch.device) -> list[float]:
-    times: list[list[float]] = [[] for _ in runs]
-    for _ in range(_ROUNDS):
-        for index, run in enumerate(runs):
-            _wait(device)
-            start, calls = time.perf_counter(), 0
-            while calls < _CALLS and (calls < 3 or time.perf_counter() - start < 0.05):
-                run()
-                calls += 1
-            _wait(device)
-            times[index].append(1e3 * (time.perf_counter() - start) / calls)
-    return [median(one) for one in times]
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    guess = min(by_turns(runs[:1], device, Pace(0.0, 3), 1)[0])
+    calls = max(_LEAST_CALLS, min(_MOST_CALLS, int(_BURST_MS / guess)))
+    return [median(times) for times in by_turns(runs, device, Pace(0.0, _ROUNDS), calls)]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

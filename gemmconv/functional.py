@@ -20,7 +20,7 @@ from gemmconv.kernels.columns.cpu import is_few_outputs
 from gemmconv.ops import call_cache, plain
 from gemmconv.ops import compiled as compiled  # registers the operators' lowerings for torch.compile
 from gemmconv.ops.schemas import Window, col2im_problem, im2col_problem
-from gemmconv.selection import NAMES, torch_precision
+from gemmconv.selection import NAMES, rounds_as_asked
 
 IntOrPair = int | Sequence[int]
 
@@ -124,7 +124,7 @@ def conv_transpose2d(
     if torch.onnx.is_in_onnx_export() or (
         algorithm in ("auto", "native")
         and (is_for_torch() or are_for_torch(input, weight, bias))
-        and _rounds_like_torch(input, precision)
+        and rounds_as_asked(input.dtype, input.device, precision)
     ):
         return torch.conv_transpose2d(input, weight, bias, *geometry)
     # All else: our operator, through the dispatcher, which serves every other mode.
@@ -142,12 +142,6 @@ def _is_left_to_torch_on_the_cpu(weight: Tensor, algorithm: str) -> bool:
     if torch.compiler.is_compiling() and torch.compiler.is_exporting():
         return False
     return algorithm == "native" or (algorithm == "auto" and not is_few_outputs(weight.shape[0], weight.shape[1]))
-
-
-def _rounds_like_torch(tensor: Tensor, precision: Precision | None) -> bool:
-    """Whether torch's operator rounds products as ``precision`` asks; only float32 on CUDA has a choice."""
-    has_choice = tensor.dtype == torch.float32 and tensor.is_cuda
-    return precision is None or not has_choice or precision == torch_precision(tensor.dtype, tensor.device)
 
 
 def im2col(

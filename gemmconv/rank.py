@@ -38,7 +38,7 @@ from gemmconv.ops.autocast import current_dtype
 from gemmconv.ops.call_cache import arguments_key
 from gemmconv.ops.schemas import Tensors, is_channels_last
 from gemmconv.ops.volumes import Volume
-from gemmconv.selection import NAMES, choose, current_config
+from gemmconv.selection import NAMES, choose, current_config, rounds_as_asked, torch_precision
 
 Ints = int | Sequence[int]
 Way = Literal["images", "product", "torch"]  # of computing a volume
@@ -154,7 +154,7 @@ def conv_transpose3d(
 
     else:
         dtype, last = current_dtype(input), is_channels_last(input) or is_channels_last(weight)
-        rounding = precision or volumes.precision_of(dtype, input.device)
+        rounding = precision or torch_precision(dtype, input.device)
         volume = Volume(problem, dtype, input.device, rounding, last, workspace_limit)
         way: Way = "images"
         if algorithm == "auto":
@@ -197,15 +197,9 @@ def settled(way: Way, volume: Volume, precision: Precision | None, trains: bool)
         way, volume, precision: of the call; the precision is the argument, None for torch's.
         trains: whether a backward pass may follow.
     """
-    if _rounds_as_asked(volume.dtype, volume.device, precision):
+    if rounds_as_asked(volume.dtype, volume.device, precision):
         return way
     return "product" if way == "product" and not trains else "images"
-
-
-def _rounds_as_asked(dtype: torch.dtype, device: torch.device, precision: Precision | None) -> bool:
-    """Whether torch's operator rounds products as the argument ``precision`` asks; float32 on CUDA has a choice."""
-    has_choice = precision is not None and dtype == torch.float32 and device.type == "cuda"
-    return not has_choice or precision == volumes.precision_of(dtype, device)
 
 
 def prepare(way: Way, tensors: Tensors, volume: Volume, options: dict[str, Any]) -> volumes.Call:
@@ -230,7 +224,7 @@ def compute(
     # Autocast may have cast the input before. Slices are then copied in fewer bytes.
     input, weight, bias = input.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     if way == "product":
-        return volumes.conv_transpose3d(input, weight, bias, problem, options["precision"], volume.workspace_limit)
+        return volumes.conv_transpose3d(input, weight, bias, volume, options["precision"])
     return _as_images(input, weight, bias, problem, volume.last, options)
 
 
@@ -299,12 +293,12 @@ def _is_for_torch(
     if torch.onnx.is_in_onnx_export():
         return True
     dtype = current_dtype(input)
-    rounds_as_asked = _rounds_as_asked(dtype, input.device, precision)
-    if algorithm == "native" and not rounds_as_asked:
+    rounds_right = rounds_as_asked(dtype, input.device, precision)
+    if algorithm == "native" and not rounds_right:
         choose(current_config(problem, dtype, input.device, precision), algorithm, "conv_transpose3d")  # raises
     if algorithm != "auto":
         return algorithm == "native"
-    return input.is_complex() or (rounds_as_asked and (is_for_torch() or are_for_torch(input, weight, bias)))
+    return input.is_complex() or (rounds_right and (is_for_torch() or are_for_torch(input, weight, bias)))
 
 
 def _checked(rank: int, input: Any, weight: Any, bias: Any, geometry: Any, options: Any) -> Problem:

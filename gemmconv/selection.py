@@ -56,6 +56,16 @@ def torch_precision(dtype: torch.dtype, device: torch.device) -> Precision:
     return "tf32" if torch._C._get_fp32_precision_getter("cuda", "conv") == "tf32" else "ieee"
 
 
+# torch.compile cannot trace it, and takes what it was at that moment as a constant.
+torch_precision._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def rounds_as_asked(dtype: torch.dtype, device: torch.device, precision: Precision | None) -> bool:
+    """Whether torch's operator rounds products as the argument ``precision`` asks; float32 on CUDA has a choice."""
+    has_choice = precision is not None and dtype == torch.float32 and device.type == "cuda"
+    return not has_choice or precision == torch_precision(dtype, device)
+
+
 def is_deterministic(requested: str, device: torch.device, spec: DeviceSpec) -> bool:
     """Whether torch's operator, if it is chosen, is limited to deterministic kernels: for ``"auto"`` on Hopper.
 

@@ -20,13 +20,12 @@ from gemmconv.algorithms import ALGORITHMS
 from gemmconv.compare.timing import cuda_rounds, medians_ms
 from gemmconv.explain import compilations_of
 from gemmconv.kernels.base import Choice, Config, Direction, Pass, strides_of
-from gemmconv.kernels.conv import gemm_mma
 from gemmconv.module import ConvTranspose1d, ConvTranspose2d, ConvTranspose3d
 from gemmconv.ops.autocast import current_dtype
 from gemmconv.ops.configs import Convention, config_of
 from gemmconv.ops.gradients import prepare_gradients
 from gemmconv.ops.schemas import Options, checked_problem, is_channels_last, without_data
-from gemmconv.ops.volumes import Volume
+from gemmconv.ops.volumes import Volume, program_of
 from gemmconv.rank import Way, of_height_1, settled
 from gemmconv.rank import prepare as prepare_volume
 from gemmconv.selection import NATIVE
@@ -285,7 +284,7 @@ def _ways(call: _OfVolumes, direction: Pass) -> Iterator[_Candidate]:
         return run
 
     ways: list[Way] = ["torch", "images"]
-    if not volume.last and gemm_mma.KERNEL.why_not(volume.config(), "forward") is None:
+    if not volume.last and program_of(volume.config()) is not None:
         ways.append("product")
     precision = dict(call.options)["precision"]
     for way in dict.fromkeys(settled(one, volume, precision, is_step) for one in ways):

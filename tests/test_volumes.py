@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
 import gemmconv
-from gemmconv import rank
+from gemmconv import rank, selection
 from gemmconv.geometry import Problem
 from gemmconv.kernels.base import Config
 from gemmconv.kernels.conv import gemm_mma
@@ -196,7 +196,7 @@ def test_rule_on_gpus(monkeypatch):
 
 
 def test_torchs_operator_has_no_part_where_it_rounds_otherwise(monkeypatch):
-    monkeypatch.setattr(volumes, "precision_of", lambda *_: "tf32")
+    monkeypatch.setattr(selection, "torch_precision", lambda *_: "tf32")
     volume = volumes.Volume(PROBLEMS[0], torch.float32, torch.device("cuda", 0), "ieee")
     asked = [(one, trains) for one in ("images", "product", "torch") for trains in (False, True)]
     assert [rank.settled(one, volume, "ieee", trains) for one, trains in asked] == [

@@ -14,7 +14,7 @@ from gemmconv import flops
 from gemmconv.algorithms.fallback import with_fallback
 from gemmconv.device import DeviceSpec, make_current, spec_of
 from gemmconv.geometry import Problem
-from gemmconv.kernels.base import DEFAULT_WORKSPACE_LIMIT, Config, Precision
+from gemmconv.kernels.base import Config, Precision
 from gemmconv.kernels.conv import gemm_mma
 from gemmconv.kernels.forms import launches
 from gemmconv.kernels.program import Launch, Program
@@ -23,7 +23,7 @@ from gemmconv.ops.autocast import cast_as_autocast, is_autocasting
 from gemmconv.ops.call_cache import find_or_make, tensor_signature
 from gemmconv.ops.recording import NeedQueries
 from gemmconv.ops.schemas import Tensors, as_hashable, without_data
-from gemmconv.selection import choose, torch_precision
+from gemmconv.selection import choose, current_config, torch_precision
 
 Call = Callable[..., Tensor]  # of input, weight, and bias or None
 
@@ -53,32 +53,19 @@ class Volume(NamedTuple):
     def config(self, spec: DeviceSpec | None = None) -> Config:
         """Its configuration, on its device or one with other properties; torch.channels_last is channels_last_3d."""
         memory_format = torch.channels_last if self.last else torch.contiguous_format
-        limit = DEFAULT_WORKSPACE_LIMIT if self.workspace_limit is None else self.workspace_limit
-        given = self.problem, self.dtype, self.device, self.precision, limit
-        now = torch_precision(self.dtype, self.device)
-        return Config(*given, now, memory_format, spec=spec or spec_of(self.device))
-
-
-def precision_of(dtype: torch.dtype, device: torch.device) -> Precision:
-    """The precision of torch's convolutions, for a choice; a compiled graph keeps what it was when it was traced."""
-    return torch_precision(dtype, device)
+        given = self.problem, self.dtype, self.device, self.precision, self.workspace_limit, memory_format
+        return current_config(*given, algorithm="native", spec=spec)  # torch's operator with torch's own settings
 
 
 def is_hopper(device: torch.device) -> bool:
     return spec_of(device).is_hopper
 
 
-# torch.compile can trace neither, and takes the results as constants.
-is_hopper._dynamo_marked_constant = precision_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
+is_hopper._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compile cannot trace it
 
 
 def conv_transpose3d(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    problem: Problem,
-    precision: Precision | None,
-    workspace_limit: int | None = None,
+    input: Tensor, weight: Tensor, bias: Tensor | None, volume: Volume, precision: Precision | None
 ) -> Tensor:
     """The transposed convolution of a batch of contiguous volumes, ``[N, C_in, D, H, W]``, which has been checked.
 
@@ -86,7 +73,7 @@ def conv_transpose3d(
     """
     if not torch.compiler.is_compiling():
         flops.register()
-    output: Tensor = OPERATOR(input, weight, bias, *problem.geometry, precision, workspace_limit)
+    output: Tensor = OPERATOR(input, weight, bias, *volume.problem.geometry, precision, volume.workspace_limit)
     return output
 
 
