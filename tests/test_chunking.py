@@ -6,7 +6,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gemmconv.kernels.columns.chunking import backward_chunks, forward_chunks, input_rows_of
+from gemmconv.kernels.columns.chunking import backward_chunks, forward_chunks, input_part_of
 from tests.test_geometry import problems, scattered
 
 limits = st.integers(1, 20_000)
@@ -63,4 +63,4 @@ def test_input_rows_of_are_the_rows_between_the_first_and_last_that_reach(proble
     begin = data.draw(st.integers(0, problem.output_size[0] - 1))
     end = data.draw(st.integers(begin + 1, problem.output_size[0]))
     reaching = {position for output, _, position in scattered(problem, 0) if begin <= output < end}
-    assert reaching <= set(range(*input_rows_of(problem, (begin, end))))
+    assert reaching <= set(range(*input_part_of(problem, (begin, end))))

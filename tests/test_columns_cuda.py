@@ -15,6 +15,7 @@ from tests.samples import arguments_of, assert_right, channels_last, config_of, 
 pytest.importorskip("cuda.core", reason="loading kernels needs the cuda-core package")
 
 from gemmconv.algorithms import gemm_col2im
+from gemmconv.geometry import Problem
 from gemmconv.kernels.base import PASSES, Config
 from gemmconv.kernels.columns import products
 from gemmconv.kernels.program import Zero
@@ -72,6 +73,38 @@ def test_tensors_in_channels_last_are_multiplied_as_they_are(groups):
 def test_products_and_kernels_matches_reference_in_other_types(case, dtype, poison):
     for last in (False, True):
         check(case, dtype, 4096, last, poison)
+
+
+# Kernels that equal the stride, overlap, leave phases without a tap, and reach beyond the volume.
+VOLUMES = [
+    Problem(2, 6, 8, 2, (3, 4, 5), (2, 2, 2), (2, 2, 2), (0, 0, 0), (0, 0, 0), (1, 1, 1)),
+    Problem(2, 3, 2, 1, (5, 3, 4), (3, 3, 3), (2, 2, 2), (1, 1, 1), (1, 0, 1), (1, 1, 1)),
+    Problem(1, 4, 4, 2, (4, 6, 3), (2, 3, 1), (3, 2, 5), (0, 2, 0), (1, 1, 2), (2, 1, 1)),
+    Problem(1, 2, 3, 1, (3, 1, 9), (4, 5, 3), (1, 3, 2), (2, 0, 1), (0, 0, 0), (1, 2, 3)),
+    Problem(2, 2, 2, 1, (2, 37, 41), (1, 2, 3), (1, 2, 1), (0, 0, 1), (0, 0, 0), (1, 1, 1)),
+]
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("limit", [1 << 26, 4096, 1], ids=["whole", "volumes_or_slices", "least"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("problem", VOLUMES, ids=str)
+def test_volumes_match_torch(problem, dtype, limit, poison):
+    """Forward and all gradients, by the same steps as images."""
+    p, config = problem, Config(problem, dtype, GPU, workspace_limit=limit)
+    input, weight, bias = (torch.randn(shape).to(dtype) for shape in (p.input_shape, p.weight_shape, (p.out_channels,)))
+    exact = [one.double().requires_grad_() for one in (input, weight, bias)]
+    output = torch.conv_transpose3d(*exact, *p.geometry)
+    grad_output = torch.randn(p.output_shape).to(dtype)
+    of_input, of_weight, _ = torch.autograd.grad(output, exact, grad_output.double())
+    poison("cpu")
+    algorithm = gemm_col2im.GemmCol2im()
+    found = algorithm.forward(config)(input, weight, bias), algorithm.input_grad(config)(grad_output, weight)
+    found += (algorithm.weight_grad(config)(grad_output, input),)
+    found += algorithm.grads(config, config)(grad_output, input, weight)
+    for one, other in zip(found, (output, of_input, of_weight, of_input, of_weight), strict=True):
+        assert one.dtype == dtype
+        assert (one.double() - other).norm() <= (3e-6 if dtype is torch.float32 else 5e-3) * other.norm()
 
 
 def check(case, dtype, limit, last, poison):

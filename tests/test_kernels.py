@@ -41,7 +41,7 @@ from gemmconv.algorithms import KERNELS
 from gemmconv.device import REFERENCE
 from gemmconv.kernels.base import Config, strides_of
 from gemmconv.kernels.columns import col2im
-from gemmconv.kernels.columns.chunking import input_rows_of
+from gemmconv.kernels.columns.chunking import input_part_of
 from gemmconv.kernels.direct import forward as direct_forward
 from gemmconv.kernels.direct import forward_mma as direct_forward_mma
 from gemmconv.kernels.direct import grads_mma as direct_grads_mma
@@ -1263,7 +1263,7 @@ def check_col2im(call, run):
     every_position = np.pad(reference.to_array(columns), [(0, 0), (0, 0), *beyond_input])
     folded = reference.fold(every_position.reshape(*shape[:2], -1), case.output_size, **window_of(case))
     for begin, end in spans(height):
-        in_rows = input_rows_of(problem_of(case), (begin, end))
+        in_rows = input_part_of(problem_of(case), (begin, end))
         part = columns[:, :, slice(*in_rows)].contiguous()
         for addend, added in ((None, 0.0), (bias, reference.to_array(bias)[:, None, None])):
             output = call(in_rows, (begin, end))(part, addend)

@@ -2,6 +2,9 @@
  *
  *   columns [planes, K_H, K_W, in_rows, W_in] -> output [planes, H_out, W_out],  a plane is a channel of an image
  *
+ * Volumes have a depth before the height: [planes, K_D, K_H, K_W, in_rows, W_in] -> [planes, D_out, H_out, W_out], where
+ * rows are those of all slices, one slice after the other.
+ *
  * The GEMM leaves, for every input pixel and every tap, the value that the pixel sends to an output through that tap.
  * col2im adds up what arrives at each output (and its bias). On each axis, input i and tap k meet at output o:
  *
@@ -21,20 +24,22 @@
  * A launch folds the output rows [out_row_begin, out_row_begin + out_rows) from columns that hold the input rows
  * [in_row_begin, in_row_begin + in_rows), which must be all that those outputs read.
  *
- * Macros: COLUMN_T, OUTPUT_T (element types), KERNEL_, STRIDE_, PADDING_, DILATION_ with H and W, CELL_ROWS,
+ * Macros: COLUMN_T, OUTPUT_T (element types), KERNEL_, STRIDE_, PADDING_, DILATION_ with H and W (and D), CELL_ROWS,
  * CELL_W (STRIDE_W or 1), INDEX_64. The host side, gemmconv/kernels/columns/col2im.py, fills the params in their order.
  */
 #include "ptx/keep.cuh"
 #include "numeric/types.cuh"
 #include "numeric/integers.cuh"
+#include "geometry/depth.cuh"
 #include "geometry/plane.cuh"
 
 struct col2im_params {
-    const COLUMN_T* __restrict__ columns;  // [planes, K_H, K_W, in_rows, W_in]
+    const COLUMN_T* __restrict__ columns;  // [planes, K_D, K_H, K_W, in_rows, W_in]
     const OUTPUT_T* __restrict__ bias;     // [channels], or null
-    OUTPUT_T* __restrict__ output;         // [planes, H_out, W_out]
+    OUTPUT_T* __restrict__ output;         // [planes, D_out, H_out, W_out]
     int planes, channels;                  // planes = images * channels
-    int w_in, h_out, w_out;
+    int d_in, h_in, w_in;                  // d_in, d_out: 1 for images
+    int d_out, h_out, w_out;
     int in_row_begin, in_rows;
     int out_row_begin, out_rows;
     int cells_w;                           // cells across a row: ceil(W_out / CELL_W)
@@ -58,10 +63,12 @@ __device__ __forceinline__ int first_tap(int position) {
     return tap;
 }
 
+constexpr int kStepD = tap_step(STRIDE_D, DILATION_D);
 constexpr int kStepH = tap_step(STRIDE_H, DILATION_H);
 constexpr int kStepW = tap_step(STRIDE_W, DILATION_W);
-constexpr int kTapsH = (KERNEL_H + kStepH - 1) / kStepH;  // most taps that any phase has
-constexpr int kTapsW = (KERNEL_W + kStepW - 1) / kStepW;
+constexpr int kTapsD = ceil_div(KERNEL_D, kStepD);  // most taps that any phase has
+constexpr int kTapsH = ceil_div(KERNEL_H, kStepH);
+constexpr int kTapsW = ceil_div(KERNEL_W, kStepW);
 
 // Taps that are unrolled: so many that about 32 loads of a thread are in flight, which is enough for the memory system.
 constexpr int kUnrollW = kTapsW <= 32 ? kTapsW : 16;
@@ -77,14 +84,16 @@ extern "C" __global__ void __launch_bounds__(256) columns_col2im_kernel(const __
     const index_t tap_stride = static_cast<index_t>(p.in_rows) * p.w_in;
     const int origin = CELL_W == STRIDE_W ? j : 0;  // input column that the cell's reads are counted from
     const COLUMN_T* columns =
-        p.columns + static_cast<long long>(plane) * (KERNEL_H * KERNEL_W) * tap_stride + origin;
-    OUTPUT_T* __restrict__ output = p.output + static_cast<long long>(plane) * p.h_out * p.w_out;
+        p.columns + static_cast<long long>(plane) * (KERNEL_D * KERNEL_H * KERNEL_W) * tap_stride + origin;
+    OUTPUT_T* __restrict__ output = p.output + static_cast<long long>(plane) * p.d_out * p.h_out * p.w_out;
     const accumulate_t bias = p.bias == nullptr ? accumulate_t(0) : widen(p.bias[plane % p.channels]);
 
     #pragma unroll
     for (int r = 0; r < CELL_ROWS; ++r) {
-        const int row = row_cell * CELL_ROWS + r;
-        const int position_h = p.out_row_begin + row + PADDING_H;
+        const int row = row_cell * CELL_ROWS + r, out_row = p.out_row_begin + row;
+        const int slice = kIsVolume ? out_row / p.h_out : 0;
+        const int position_d = slice + PADDING_D, position_h = out_row - slice * p.h_out + PADDING_H;
+        const int first_kd = first_tap<KERNEL_D, STRIDE_D, DILATION_D>(position_d);
         const int first_kh = first_tap<KERNEL_H, STRIDE_H, DILATION_H>(position_h);
 
         accumulate_t sum[CELL_W];
@@ -93,13 +102,16 @@ extern "C" __global__ void __launch_bounds__(256) columns_col2im_kernel(const __
 
         // Load and add: every tap of the row's phase, for every column of the cell.
         #pragma unroll kUnrollH
-        for (int t = 0; t < kTapsH; ++t) {
-            const int kh = first_kh + t * kStepH;
-            const int reach = position_h - kh * DILATION_H;
-            const int ih = reach / STRIDE_H - p.in_row_begin;
-            const bool row_taken = kh < KERNEL_H && reach >= 0 && static_cast<unsigned>(ih) < p.in_rows;
+        for (int t = 0; t < kTapsD * kTapsH; ++t) {
+            const int td = kIsVolume ? t / kTapsH : 0;
+            const int kd = first_kd + td * kStepD, kh = first_kh + (t - td * kTapsH) * kStepH;
+            const int reach_d = position_d - kd * DILATION_D, reach_h = position_h - kh * DILATION_H;
+            const int id = reach_d / STRIDE_D, ih = reach_h / STRIDE_H;
+            const bool slice_taken = !kIsVolume || (kd < KERNEL_D && reach_d >= 0 && id < p.d_in);
+            const bool row_taken = slice_taken && kh < KERNEL_H && reach_h >= 0 && ih < p.h_in;
             // Where the row is not taken, the address is computed and never read.
-            const COLUMN_T* tap_row = columns + (kh * KERNEL_W * tap_stride + static_cast<index_t>(ih) * p.w_in);
+            const index_t in_row = static_cast<index_t>(id) * p.h_in + ih - p.in_row_begin;
+            const COLUMN_T* tap_row = columns + ((kd * KERNEL_H + kh) * KERNEL_W * tap_stride + in_row * p.w_in);
             #pragma unroll
             for (int s = 0; s < CELL_W; ++s) {
                 const int position_w = s + PADDING_W + (CELL_W == STRIDE_W ? 0 : j);
@@ -119,7 +131,7 @@ extern "C" __global__ void __launch_bounds__(256) columns_col2im_kernel(const __
 
         // Store: the cell as one vector where rows allow it. Rows of the cell beyond the last are summed and not stored.
         if (row >= p.out_rows) break;
-        OUTPUT_T* __restrict__ target = output + static_cast<index_t>(p.out_row_begin + row) * p.w_out + j * CELL_W;
+        OUTPUT_T* __restrict__ target = output + static_cast<index_t>(out_row) * p.w_out + j * CELL_W;
         if (kVectorCell && p.w_out % CELL_W == 0) {
             cell_t values;
             #pragma unroll

@@ -15,6 +15,7 @@ from gemmconv.algorithms.fallback import with_fallback
 from gemmconv.geometry import Problem
 from gemmconv.kernels.base import strides_of, why_no_kernels
 from gemmconv.kernels.columns import col2im
+from gemmconv.kernels.columns.chunking import whole_rows
 from gemmconv.kernels.macros import ELEMENT_TYPES
 from gemmconv.kernels.program import At, Operand, Output, Program
 
@@ -32,8 +33,7 @@ def prepare_col2im(problem: Problem, dtype: torch.dtype, device: torch.device) -
         return lambda columns: F.fold(columns, p.output_size, p.kernel_size, p.dilation, p.padding, p.stride)
 
     def ours() -> Rearrange:
-        rows = (0, p.input_size[0]), (0, p.output_size[0])
-        steps = col2im.fold(problem, dtype, dtype, At("images"), p.batch, *rows)
+        steps = col2im.fold(problem, dtype, dtype, At("images"), p.batch, *whole_rows(problem))
         images = Output("images", p.output_shape, strides_of(p.output_shape, _NCHW))
         return Program(dtype, (Operand("columns", _NCHW),), (images,), tuple(steps)).prepare(device)
 
@@ -48,7 +48,7 @@ def prepare_im2col(problem: Problem, dtype: torch.dtype, device: torch.device) -
         return lambda images: F.unfold(images, p.kernel_size, p.dilation, p.padding, p.stride)
 
     def ours() -> Rearrange:
-        steps = col2im.unfold(problem, dtype, At("images"), p.batch, (0, p.input_size[0]))
+        steps = col2im.unfold(problem, dtype, At("images"), p.batch, whole_rows(problem)[0])
         shape = p.batch, p.gemm_m, p.gemm_n
         columns = Output("columns", shape, strides_of(shape, _NCHW))
         return Program(dtype, (Operand("images", _NCHW),), (columns,), tuple(steps)).prepare(device)

@@ -34,7 +34,7 @@ from gemmconv.device import REFERENCE
 from gemmconv.geometry import Problem
 from gemmconv.kernels.base import Config, Direction, Pass, accumulator_dtype, strides_of, why_no_kernels
 from gemmconv.kernels.columns import cpu
-from gemmconv.kernels.columns.chunking import Chunking, backward_chunks, forward_chunks, longest_sum
+from gemmconv.kernels.columns.chunking import BLOCK, Chunking, backward_chunks, forward_chunks, longest_sum
 from gemmconv.kernels.columns.products import UNIT, Columns, image_format, slices_of
 from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.cpu import estimate
@@ -53,7 +53,6 @@ _TERM_SECONDS = _GRADIENTS.table("term_seconds")
 ahead = ContextVar("ahead", default=False)  # whether a call is prepared ahead, before the user has made it
 
 _OF_INPUT, _OF_WEIGHT = ("input_grad", "grads"), ("weight_grad", "grads")
-_BLOCK = 64  # rows and columns of a product's result that one thread block computes, about
 _PARTIALS_SHARE = 4  # one part in so many of the workspace holds the partial sums of slices
 
 
@@ -215,7 +214,7 @@ def _gradient_seconds(config: Config, direction: Direction, chunks: Chunking) ->
     of a product that is alone in its call, so that several blocks share its sums.
     """
     p, spec, itemsize, kind = config.problem, config.spec, config.dtype.itemsize, _kind(config)
-    pixels, images = chunks.in_rows * p.input_size[1], min(chunks.images, p.batch)
+    pixels, images = chunks.in_rows * p.input_size[-1], min(chunks.images, p.batch)
     if direction == "weight_grad":
         parts = [part[1:] for part in slices_of(pixels, longest_sum(config), _partials(config, chunks))]
         results, weights_row = (p.gemm_m, p.gemm_k), p.gemm_m * accumulator_dtype(config.dtype).itemsize
@@ -228,7 +227,7 @@ def _gradient_seconds(config: Config, direction: Direction, chunks: Chunking) ->
     for slices, length in parts:
         calls, covered = sorted((slices, images))
         calls, batch = chunks.count * calls * min(covered, p.groups), max(covered, p.groups)
-        blocks = batch * math.prod(-(-extent // _BLOCK) for extent in results)
+        blocks = batch * math.prod(-(-extent // BLOCK) for extent in results)
         summed = length if batch > 1 else min(length, int(_GRADIENTS.most_terms))
         products, terms = products + calls, terms + calls * summed * -(-blocks // spec.multiprocessors)
     a_block = spec.ratio(kind) * REFERENCE.multiprocessors / spec.multiprocessors  # of its rate on the reference
@@ -261,7 +260,7 @@ def _chunks(config: Config, direction: Pass) -> Chunking:
 
 def _partials(config: Config, chunks: Chunking) -> int:
     """How many partial sums of the weight gradient are kept: one for each image of a chunk, or slice of its pixels."""
-    slices = chunks.in_rows * config.problem.input_size[1] // longest_sum(config)
+    slices = chunks.in_rows * config.problem.input_size[-1] // longest_sum(config)
     fitting = config.workspace_limit // _PARTIALS_SHARE // max(1, _partial_bytes(config))
     return max(chunks.images, min(slices, fitting))
 
@@ -272,4 +271,4 @@ def _partial_bytes(config: Config) -> int:
 
 
 def _column_elements(problem: Problem, chunks: Chunking) -> int:
-    return chunks.images * problem.out_channels * problem.taps * chunks.in_rows * problem.input_size[1]
+    return chunks.images * problem.out_channels * problem.taps * chunks.in_rows * problem.input_size[-1]

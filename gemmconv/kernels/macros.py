@@ -29,7 +29,7 @@ def why_not_dtype(dtype: torch.dtype, dtypes: Collection[torch.dtype] = tuple(EL
 
 
 def named_macros(record: object, names: str) -> Macros:
-    """Macros with the values of attributes, whose names they have in capitals; those of a pair end in _H and _W.
+    """Macros with the values of attributes, whose names they have in capitals; those of axes end in _D, _H and _W.
 
     >>> named_macros(Problem(1, 2, 3, 1, (8, 8), (3, 3), stride=(2, 1)), "in_channels stride")
     {'IN_CHANNELS': 2, 'STRIDE_H': 2, 'STRIDE_W': 1}
@@ -38,17 +38,16 @@ def named_macros(record: object, names: str) -> Macros:
     for name in names.split():
         value = getattr(record, name)
         if isinstance(value, tuple):
-            macros[f"{name.upper()}_H"], macros[f"{name.upper()}_W"] = value
+            macros |= {f"{name.upper()}_{axis}": one for axis, one in zip("DHW"[-len(value) :], value, strict=True)}
         else:
             macros[name.upper()] = int(value)
     return macros
 
 
 def geometry_macros(problem: Problem, elements: int = 0) -> Macros:
-    """KERNEL_, STRIDE_, PADDING_ and DILATION_ with H and W, and :func:`index_macros`."""
-    kernel_h, kernel_w = problem.kernel_size
-    pairs = named_macros(problem, "stride padding dilation")
-    return {"KERNEL_H": kernel_h, "KERNEL_W": kernel_w, **pairs, **index_macros(elements)}
+    """KERNEL_, STRIDE_, PADDING_ and DILATION_ with H and W, of volumes with D too, and :func:`index_macros`."""
+    of_axes = named_macros(problem, "kernel_size stride padding dilation")
+    return {**{name.replace("_SIZE", ""): value for name, value in of_axes.items()}, **index_macros(elements)}
 
 
 def index_macros(elements: int) -> Macros:

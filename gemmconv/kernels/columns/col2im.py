@@ -1,11 +1,13 @@
 """Host side of csrc/columns/col2im.cu and csrc/columns/im2col.cu: macros and launches.
 
-Both kernels see planes (an image's channel) of items: output cells for col2im, input pixels for im2col.
+Both kernels see planes (a channel of an image or a volume) of items: output cells for col2im, input pixels for im2col.
+Rows of a volume are those of all its slices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -27,8 +29,8 @@ _CELL_OUTPUTS = 8
 
 def col2im_macros(problem: Problem, column_dtype: torch.dtype, output_dtype: torch.dtype) -> Macros:
     """Macros that specialise csrc/columns/col2im.cu."""
-    cell_w = problem.stride[1] if problem.stride[1] <= _WIDEST_CELL else 1
-    loads = -(-problem.taps // (problem.stride[0] * problem.stride[1])) * cell_w  # of a row of the cell
+    cell_w = problem.stride[-1] if problem.stride[-1] <= _WIDEST_CELL else 1
+    loads = -(-problem.taps // math.prod(problem.stride)) * cell_w  # of a row of the cell
     cell_rows = max(1, min(_MOST_CELL_ROWS, _LOADS_IN_FLIGHT // loads, _CELL_OUTPUTS // cell_w))
     return {
         "COLUMN_T": ELEMENT_TYPES[column_dtype],
@@ -61,11 +63,12 @@ def fold(
     """The launch that folds the ``columns`` of some images and rows; none where there is nothing to fold."""
     macros = col2im_macros(problem, column_dtype, output_dtype)
     rows, planes = out_rows[1] - out_rows[0], images * problem.out_channels
-    cells_w = -(-problem.output_size[1] // int(macros["CELL_W"]))
+    cells_w = -(-problem.output_size[-1] // int(macros["CELL_W"]))
     params: Params = {
         "columns, bias, output": ("columns", bias, output),
         "planes, channels": (planes, problem.out_channels),
-        "w_in, h_out, w_out": (problem.input_size[1], *problem.output_size),
+        "d_in, h_in, w_in": _three_axes(problem.input_size),
+        "d_out, h_out, w_out": _three_axes(problem.output_size),
         "in_row_begin, in_rows, out_row_begin, out_rows": (in_rows[0], in_rows[1] - in_rows[0], out_rows[0], rows),
         "cells_w": cells_w,
     }
@@ -80,12 +83,18 @@ def unfold(problem: Problem, dtype: torch.dtype, images_at: At, images: int, in_
     params: Params = {
         "grad_output, columns": (images_at, "columns"),
         "planes": planes,
-        "w_in, h_out, w_out": (problem.input_size[1], *problem.output_size),
+        "h_in, w_in": problem.input_size[-2:],
+        "d_out, h_out, w_out": _three_axes(problem.output_size),
         "in_row_begin, in_rows": (in_rows[0], rows),
     }
     if planes:
-        shape = _launch_shape(rows * problem.input_size[1], planes)
+        shape = _launch_shape(rows * problem.input_size[-1], planes)
         yield Launch("columns/im2col.cu", im2col_macros(problem, dtype), *shape, params)
+
+
+def _three_axes(size: Sequence[int]) -> tuple[int, ...]:
+    """Depth, height and width; the depth of an image is 1."""
+    return (*(1,) * (3 - len(size)), *size)
 
 
 def _launch_shape(items: int, planes: int) -> tuple[Extent3, Extent3]:

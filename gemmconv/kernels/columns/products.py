@@ -168,7 +168,7 @@ class Columns:
 
     def _pixels(self, chunk: Chunk) -> int:
         """Input pixels of each image of a chunk."""
-        return chunk.rows * self._problem.input_size[1]
+        return chunk.rows * self._problem.input_size[-1]
 
     @property
     def _output_image_bytes(self) -> int:
@@ -180,7 +180,7 @@ class Columns:
         """[P, K], in rows of all the image's pixels; in channels_last [K, P], in rows of all channels."""
         pixels, p = self._problem.in_pixels, self._problem
         leading, pixel, channel = (p.in_channels, p.in_channels, 1) if last else (pixels, 1, pixels)
-        first = chunk.images[0] * p.in_channels * pixels + chunk.in_rows[0] * p.input_size[1] * pixel
+        first = chunk.images[0] * p.in_channels * pixels + chunk.in_rows[0] * p.input_size[-1] * pixel
         at = At(name, first * self._dtype.itemsize)
         strides = p.in_channels * pixels, self._longest_sum * pixel, p.gemm_k * channel
         return _Matrices(at, self._dtype, leading, strides)
