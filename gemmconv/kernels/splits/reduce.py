@@ -24,6 +24,7 @@ _SOURCE, _THREADS = "splits/reduce.cu", 256
 _OF_ONE, _OF_SEVERAL, _BYTES, _LEAST_RUN, _BLOCKS = 2048, 1024, 32 << 10, 8, 4
 _MOST_SHARES = 32
 _PIECE_BYTES = 16
+_MANY, _LONG_RUN = 1 << 14, 128  # elements whose sums are read in pieces, and the columns of a block then
 
 
 def partial_bytes(config: Config, slices: int) -> int:
@@ -39,14 +40,22 @@ def sum_partials(config: Config, slices: int) -> Launch:
 
 def sums(dtype: torch.dtype, elements: int, slices: int, partials: str, target: str) -> Launch:
     """The launch that adds up ``slices`` of ``elements`` each from ``partials`` into ``target``."""
-    return _launch(sum_macros(dtype), (1, 1, elements), slices, partials, target)
+    return _launch(sum_macros(dtype, elements), (1, 1, elements), slices, partials, target)
 
 
-def sum_macros(dtype: torch.dtype) -> Macros:
-    """Macros that specialise csrc/splits/reduce.cu for any number of partial sums in the layout of the sums."""
-    element, partial = ELEMENT_TYPES[dtype], ELEMENT_TYPES[accumulator_dtype(dtype)]
-    of: Macros = {"ELEMENT_T": element, "SUM_T": element, "PARTIAL_T": partial, "CHANNELS_LAST": 0}
-    return {**of, "TAPS": 1, "RUN": 32, "SHARES": 8, "READ": 1, "WRITE": 1}
+def sum_macros(dtype: torch.dtype, elements: int) -> Macros:
+    """Macros that specialise csrc/splits/reduce.cu for any number of partial sums in the layout of the sums.
+
+    Many elements are read in pieces, by fewer blocks: two slices of 819,200 sums took 20 us, one by one.
+    """
+    partial, run = accumulator_dtype(dtype), _LONG_RUN if elements >= _MANY else 32
+    pieces = _piece(partial, run, elements), _piece(dtype, run, elements)
+    return {**_types(dtype, partial), "TAPS": 1, "RUN": run, "SHARES": 8, "READ": pieces[0], "WRITE": pieces[1]}
+
+
+def _types(dtype: torch.dtype, partial: torch.dtype) -> Macros:
+    element = ELEMENT_TYPES[dtype]
+    return {"ELEMENT_T": element, "SUM_T": element, "PARTIAL_T": ELEMENT_TYPES[partial], "CHANNELS_LAST": 0}
 
 
 def widened(step: Step, dtype: torch.dtype) -> Launch | None:
@@ -110,8 +119,7 @@ def wgrad_macros(
     columns = problem.group_out_channels
     read, write = _piece(partial, run, columns), _piece(dtype, run * problem.taps, columns * problem.taps)
     return {
-        **sum_macros(dtype),
-        "PARTIAL_T": ELEMENT_TYPES[partial],
+        **_types(dtype, partial),
         "TAPS": problem.taps,
         "RUN": run,
         "SHARES": _shares(problem, run, slices, read),
