@@ -2,8 +2,9 @@
 
     python -m benchmarks.volumes                       # a GPU; three minutes
     python -m benchmarks.volumes --only nnunet --device cpu
+    python -m benchmarks.volumes --random 40 --seed 1
 
-Layers have the sizes of public 3-D networks, small ones too. ``device`` is the time between two events around a call
+Layers have the sizes of public 3-D networks, small ones too, or are drawn at random. ``device`` is the time between two events around a call
 that the host enqueued before. ``waited`` is the wall-clock time of a call among several in a row, so that the host's
 part counts. Both are medians, by turns, beside torch's operator twice, which shows the noise. A step is a forward pass
 and both gradients. Every result is compared with torch's in full float32 precision before it is timed.
@@ -12,6 +13,8 @@ and both gradients. Every result is compared with torch's in full float32 precis
 from __future__ import annotations
 
 import argparse
+import math
+import random
 import sys
 from collections.abc import Callable, Sequence
 from statistics import geometric_mean, median
@@ -73,6 +76,24 @@ LAYERS = {
 }
 
 
+def random_layers(count: int, seed: int) -> dict[str, Layer]:
+    """Layers with any channels, groups, kernels, strides and paddings, named by their fields, of 2**14 to 2**26 outputs."""
+    draw, layers = random.Random(seed), dict[str, Layer]()
+    while len(layers) < count:
+        groups = draw.choice([1, 1, 1, 1, 2, 4, 32])
+        channels = tuple(groups * draw.choice([1, 2, 3, 8, 16, 24, 32, 64, 96, 128, 256]) for _ in range(2))
+        size = tuple(draw.choice([2, 4, 8, 12, 16, 24, 32, 48]) for _ in range(3))
+        kernel, stride = tuple(draw.choice([1, 2, 3, 3, 4, 5]) for _ in range(3)), draw.choice([1, 2, 2, 2, 3])
+        if draw.random() < 0.3:
+            kernel = (stride,) * 3
+        padding = draw.randint(0, (min(kernel) - 1) // 2)
+        layer = Layer(draw.choice([1, 2, 4]), channels, size, kernel, stride, padding, 0, groups)  # type: ignore[arg-type]
+        outputs = layer.batch * channels[1] * math.prod(size) * stride**3
+        if 1 << 14 <= outputs <= 1 << 26 and max(channels) <= 512:
+            layers[" ".join(str(one).replace(" ", "") for one in layer[:-1])] = layer
+    return layers
+
+
 def row_of(layer: Layer, precision: str, device: torch.device) -> dict[str, list[float]]:
     """Milliseconds of torch's operator, of gemmconv's and of torch's again, for each step and kind of time."""
     sizes = (layer.size,) * 3 if isinstance(layer.size, int) else layer.size
@@ -126,17 +147,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line. Returns 1 if a result is wrong, else 0."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.volumes", description="Layers of volumes.")
     parser.add_argument("--only", default="", metavar="TEXT", help="layers whose name begins with this")
+    parser.add_argument("--random", type=int, metavar="N", help="N random layers instead")
+    parser.add_argument("--seed", type=int, default=0, help="of random layers; default: %(default)s")
     parser.add_argument("--device", default="cuda", help="default: %(default)s")
     options = parser.parse_args(argv)
     device, failed = torch.device(options.device), []
-    cases = [(name, one) for name in LAYERS if name.startswith(options.only) for one in _PRECISIONS]
+    layers = LAYERS if options.random is None else random_layers(options.random, options.seed)
+    cases = [(name, one) for name in layers if name.startswith(options.only) for one in _PRECISIONS]
     if not cases:
-        print(f"no layer's name begins with {options.only!r}; there are {', '.join(LAYERS)}", file=sys.stderr)
+        print(f"no layer's name begins with {options.only!r}; there are {', '.join(layers)}", file=sys.stderr)
         return 1
     progress, rows = Progress(len(cases)), dict[tuple[str, str], dict[str, list[float]]]()
     for name, precision in cases:
         try:
-            rows[name, precision] = row_of(LAYERS[name], precision, device)
+            rows[name, precision] = row_of(layers[name], precision, device)
         except (ValueError, RuntimeError) as error:
             failed.append(f"failed: {name}, {precision}: {' '.join(str(error).split())[:200]}")
         progress.done += 1

@@ -14,11 +14,11 @@ from gemmconv import tuned, validation
 from gemmconv.algorithms import ALGORITHMS, Algorithm
 from gemmconv.device import named
 from gemmconv.geometry import Problem
-from gemmconv.kernels.base import Config, Direction, Precision
-from gemmconv.kernels.conv import gemm_mma
+from gemmconv.kernels.base import Choice, Config, Direction, Precision
 from gemmconv.kernels.forms import launches
 from gemmconv.kernels.program import Program
 from gemmconv.module import RANKS
+from gemmconv.ops import volumes
 from gemmconv.ops.autocast import current_dtype
 from gemmconv.ops.volumes import Volume
 from gemmconv.rank import choose_way, image_problems
@@ -119,7 +119,8 @@ class LayerExplanation:
         input_shape: of the call.
         algorithm: the algorithm of the call; "native" for a volume that torch's operator computes.
         calls: an explanation for each problem of images that a call is computed as; a volume may have several.
-        product: expected seconds of a volume that is one product; None for others.
+        product: the kernel for volumes that computes a volume as one product; None for others.
+        volume: the configuration of such a volume.
     """
 
     name: str
@@ -127,12 +128,13 @@ class LayerExplanation:
     input_shape: tuple[int, ...]
     algorithm: str
     calls: tuple[Explanation, ...]
-    product: float | None = None
+    product: Choice | None = None
+    volume: Config | None = None
 
     def __str__(self) -> str:
         text = f"{self.layer} on {list(self.input_shape)}: {self.algorithm}"
         if self.product is not None:
-            text += f", as one product by {gemm_mma.KERNEL.name}, which is expected to be faster than these images:"
+            text += f", as one product by {self.product.kernel.name}, which is expected to be faster than these images:"
         elif self.algorithm != self.calls[0].algorithm:
             text += ", since torch's operator is expected to be faster than these images:"
         return "\n".join([text, *map(str, self.calls)])
@@ -328,9 +330,9 @@ def _of_layer(name: str, layer: Any, input: Tensor | Sequence[int], options: dic
     if rank == 3 and given.get("algorithm", "auto") == "auto":
         volume = Volume(problem, config.dtype, config.device, config.precision, config.channels_last)
         way, of_volume = choose_way(volume, spec=config.spec), volume.config(config.spec)  # of the named GPU, if any
-        if way == "product" and (tile := gemm_mma.KERNEL.tile(of_volume, "forward")) is not None:
-            seconds = gemm_mma.KERNEL.seconds(of_volume, "forward", tile)
-            return LayerExplanation(name, str(layer), shape, "fused", calls, seconds)
+        if way == "product" and (choice := volumes.choice_of(of_volume)) is not None:
+            algorithm = choice.kernel.name if choice.kernel.name in BY_NAME else "fused"
+            return LayerExplanation(name, str(layer), shape, algorithm, calls, choice, of_volume)
         algorithm = algorithm if way == "images" else "native"
     return LayerExplanation(name, str(layer), shape, algorithm, calls)
 
@@ -342,8 +344,9 @@ def _row(one: LayerExplanation) -> tuple[str, ...]:
     compiled = sum(len(call.compilations) for call in one.calls)
     workspace = max(call.workspace_bytes.get(call.algorithm, 0) for call in one.calls)
     kernels = dict.fromkeys(call.kernel for call in one.calls if call.algorithm == one.algorithm) or ("native",)
-    if one.product is not None:
-        ours, kernels, compiled = one.product, (gemm_mma.KERNEL.name,), 2
+    if one.product is not None and one.volume is not None:
+        workspace = one.product.kernel.workspace_bytes(one.volume, "forward", one.product.tile)
+        ours, kernels, compiled = one.product.seconds, (one.product.kernel.name,), 1 + (one.algorithm == "fused")
     texts = (f"{MICROSECONDS * seconds:,.0f}" if seconds < math.inf else "-" for seconds in (ours, theirs))
     size = "x".join(map(str, one.input_shape))
     return one.name or "-", size, one.algorithm, "+".join(kernels), *texts, f"{workspace:,}", str(compiled)

@@ -24,6 +24,7 @@ _FORMULAS: dict[str, Callable[..., int]] = {  # by operator, from the shapes of 
     "conv_transpose3d": _flops,
     "conv_transpose2d_input_grad": lambda _grad, weight, *_, out_shape, **__: _flops(out_shape, weight),
     "conv_transpose2d_weight_grad": lambda _grad, input, *_, out_shape, **__: _flops(input, out_shape),
+    "conv_transpose3d_grads": lambda _grad, input, weight, *of, **__: sum(of[-1][:2]) * _flops(input, weight),
     "conv_transpose2d_grads": lambda _grad, input, weight, *_, **__: 2 * _flops(input, weight),
 }
 

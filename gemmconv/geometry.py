@@ -48,8 +48,8 @@ class Problem:
     """One transposed convolution, without its data: the key of every cache.
 
     Sizes are in elements, and have one number for each axis: ``(height, width)``, ``(length,)`` or ``(depth, height,
-    width)``. Kernels compute problems of two axes; gemmconv.rank makes these of others. Values are not checked here,
-    but by ``gemmconv.validation``.
+    width)``. Most kernels compute problems of two axes; gemmconv.rank makes these of others. ``gemmconv.validation``
+    checks values.
 
     >>> Problem(1, 64, 32, 1, (8, 8), (4, 4), stride=(2, 2), padding=(1, 1)).output_shape
     (1, 32, 16, 16)
@@ -111,6 +111,21 @@ class Problem:
     def out_pixels(self) -> int:
         """``H_out * W_out``."""
         return math.prod(self.output_size)
+
+    def is_apart_along(self, axis: int) -> bool:
+        """Whether no two taps of an axis meet at an output, and all outputs come from a tap: the kernel is the stride.
+
+        >>> Problem(1, 1, 1, 1, (4, 4), (2, 3), stride=(2, 2)).is_apart_along(0)
+        True
+        """
+        is_plain = self.padding[axis] == self.output_padding[axis] == 0
+        is_plain = is_plain and (self.dilation[axis] == 1 or self.kernel_size[axis] == 1)
+        return is_plain and self.kernel_size[axis] == self.stride[axis]
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether the kernel is the stride along all axes: the columns are the output in another order."""
+        return all(map(self.is_apart_along, range(len(self.stride))))
 
     def phases(self, axis: int) -> tuple[Phase, ...]:
         """The S phases of an axis (of an image, 0 is the height), in order of their residue.

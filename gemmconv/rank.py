@@ -1,6 +1,6 @@
 """Transposed convolutions of one and three axes, made of the operators for images.
 
-A signal is an image of height 1, by views. :func:`choose_way` says how a volume is computed: as one product by a kernel
+A signal is an image of height 1, by views. :func:`choose_way` says how a volume is computed: as one product by kernels
 of its own (gemmconv/ops/volumes.py), by torch's operator, or as images, all depth slices of a batch at once. For this,
 outputs fall into S phases along the depth (gemmconv/geometry.py). Output slice ``q * S + residue - P`` of a phase reads
 input slice ``q - shift`` through each tap of the phase. (So a phase is ``(o + P) mod S`` here, and ``o mod S`` in the
@@ -37,13 +37,12 @@ from gemmconv.ops import plain, volumes
 from gemmconv.ops.autocast import current_dtype
 from gemmconv.ops.call_cache import arguments_key
 from gemmconv.ops.schemas import Tensors, is_channels_last
-from gemmconv.ops.volumes import Volume
+from gemmconv.ops.volumes import DENSE, FEW, Volume
 from gemmconv.selection import NAMES, choose, current_config, rounds_as_asked, torch_precision
 
 Ints = int | Sequence[int]
 Way = Literal["images", "product", "torch"]  # of computing a volume
-_DENSE, _FEW = 16, 64  # channels of a group: fewer are few for a tensor core; at most so many are few for cuDNN
-_LEAST_OF_A_GROUP = 8  # channels, where there are several groups, that one product takes
+_LEAST_OF_A_GROUP = 8  # channels, where there are several groups, that conv/gemm_mma takes
 _WIDE = 16  # taps of a slice from which on Hopper's kernels for images are clearly faster than the product
 # Elements of an output from which on images may pay: forward, in a training step, and on a CPU.
 _LARGE, _LARGE_STEP, _LARGE_ON_A_CPU = 1 << 24, 1 << 26, 1 << 21
@@ -191,7 +190,7 @@ def choose_way(volume: Volume, direction: Pass = "forward", spec: DeviceSpec | N
 def settled(way: Way, volume: Volume, precision: Precision | None, trains: bool) -> Way:
     """The way of a call; images instead of a way in which torch's operator computes something and rounds otherwise.
 
-    torch's operator computes all of ``"torch"``, and the gradients of ``"product"``.
+    torch's operator computes all of ``"torch"``, and some gradients of ``"product"``.
 
     Args:
         way, volume, precision: of the call; the precision is the argument, None for torch's.
@@ -204,10 +203,11 @@ def settled(way: Way, volume: Volume, precision: Precision | None, trains: bool)
 
 def prepare(way: Way, tensors: Tensors, volume: Volume, options: dict[str, Any]) -> volumes.Call:
     """Prepare the eager call of a batch of volumes in one way; see :func:`compute`."""
+    precision = options["precision"]
     if way == "product" and volumes.program_of(volume.config()) is None:
-        way = settled("torch", volume, options["precision"], trains=True)
+        way = way if rounds_as_asked(volume.dtype, volume.device, precision) else "images"
     if way == "product":
-        return volumes.prepare(tensors, volume)
+        return volumes.prepare(tensors, volume, precision)
     return lambda input, weight, bias: compute(way, input, weight, bias, volume, options)
 
 
@@ -247,7 +247,7 @@ def image_problems(problem: Problem) -> list[Problem]:
         if taps:
             channels = p.in_channels * len(taps), p.out_channels * phases
             (size, *planar), count = (of[1:] for of in fields), slices
-            if _is_apart(p, 0) and _is_apart(p, 1):  # one high image
+            if p.is_apart_along(0) and p.is_apart_along(1):  # one high image
                 size, count = (size[0] * slices, size[1]), 1
             found[Problem(p.batch * count, *channels, p.groups, size, *planar)] = None
     return list(found)
@@ -262,7 +262,7 @@ def _depth_phases(problem: Problem) -> list[tuple[int, int, int, tuple[tuple[int
     """
     depth, stride = problem.input_size[0], problem.stride[0]
     padding, found = problem.padding[0], []
-    if _is_apart(problem, 0):
+    if problem.is_apart_along(0):
         return [(0, 0, depth, ((0, 0),), stride)]
     for phase in phases_of(problem.kernel_size[0], stride, problem.dilation[0]):
         begin = -(-(padding - phase.residue) // stride)  # the first and the last q of the phase's outputs
@@ -270,13 +270,6 @@ def _depth_phases(problem: Problem) -> list[tuple[int, int, int, tuple[tuple[int
         if count > 0:
             found.append((begin * stride + phase.residue - padding, begin, count, phase.taps, 1))
     return found
-
-
-def _is_apart(problem: Problem, axis: int) -> bool:
-    """Whether no two taps of an axis meet at an output, and all outputs come from a tap: the kernel is the stride."""
-    p = problem
-    plain = p.padding[axis] == p.output_padding[axis] == 0 and (p.dilation[axis] == 1 or p.kernel_size[axis] == 1)
-    return plain and p.kernel_size[axis] == p.stride[axis]
 
 
 def of_height_1(stride: Ints, padding: Ints, output_padding: Ints, groups: int, dilation: Ints) -> tuple[Any, ...]:
@@ -319,53 +312,45 @@ def _checked(rank: int, input: Any, weight: Any, bias: Any, geometry: Any, optio
 def way_of(volume: Volume, direction: Pass, is_hopper: bool) -> Way:
     """The way of computing a volume that is expected to take the least time: a rule from measured layers.
 
-    Times torch's speed in NCDHW on an H200 (torch 2.11, cuDNN 9.19), 12 layers at four sizes, TF32 and bfloat16:
+    Times torch's speed in NCDHW on an H200 (torch 2.11, cuDNN 9.19), layers at several sizes, TF32 and bfloat16:
 
-    - forward, one product had 1.0 to 6.5 times, with groups up to 15 times, but 0.8 to 1.1 times under a stride of 1
-      where the channels fill cuDNN's tiles, and 0.8 times for 256 to 128 channels, kernel 4, stride 2; without TF32
-      1.1 to 6 times, on ten other layers;
-    - forward, images were faster than the product for a depth of 1 (1.3 to 2.7 times), for 256 channels whose kernel
-      is the stride (1.2 times) and for kernels of 5 x 5 and 5 x 7 in a slice under a stride of 1 (1.7 and 2.3 times; in
-      compiled graphs 1.4 times for 3 x 3, too), and serve depthwise layers (4 to 6 times), which the product does not
-      take;
-    - gradients as images had 1.3 to 1.6 times where the kernel is the stride, 1.3 to 5 times for few channels and many
-      groups, else 0.4 to 1.3 times; those of the product are torch's.
+    - forward, kernels for volumes had 0.9 to 65 times (see :func:`volumes.torch_is_faster`); images were faster than
+      these for a depth of 1 (1.3 to 2.7 times), for large depthwise layers (2.5 times) and for kernels of 5 x 5 and
+      5 x 7 in a slice under a stride of 1 (1.7 and 2.3 times; in compiled graphs 1.4 times for 3 x 3, too);
+    - gradients by ``gemm_col2im`` had 0.6 to 90 times (see :func:`volumes.has_own_gradients`); those of images were
+      1.3 to 3 times as fast as these for few channels, many groups, a depth of 1, and without TF32.
 
-    Images keep the host for 0.1 to 0.5 ms, in a training step for 0.4 to 1.8 ms, and so are for large outputs alone; a
-    product takes no more of it than torch's operator. On two cores of an AMD EPYC, images had 1.4 to 2.5 times torch's
-    speed for large volumes under a kernel equal to the stride, 2.1 to 2.7 times for strides with dilation, 0.5 to 1.2
-    times for others.
+    Images keep the host for 0.1 to 0.5 ms, in a training step for 0.4 to 1.8 ms, and so are for large outputs alone;
+    kernels for volumes take no more of it than torch's operator. On two cores of an AMD EPYC, images had 1.4 to 2.5
+    times torch's speed for large volumes under a kernel equal to the stride, 2.1 to 2.7 times for strides with
+    dilation, 0.5 to 1.2 times for others.
     """
     p, last, is_step = volume.problem, volume.last, direction == "grads"
-    channels = p.gemm_k, p.group_out_channels
-    apart = all(_is_apart(p, axis) for axis in range(3))
+    channels, is_dense = (p.gemm_k, p.group_out_channels), volumes.is_dense(p)
     if volume.device.type != "cuda":
         if max(p.dilation) > 1 and max(p.stride) > 1:
             return "images"
-        return "images" if apart and not last and _has_outputs(p, _LARGE_ON_A_CPU) else "torch"
-    is_flat, is_dense = p.kernel_size[0] == 1 and apart, p.groups == max(p.dilation) == 1 and min(channels) >= _DENSE
+        return "images" if p.is_apart and not last and _has_outputs(p, _LARGE_ON_A_CPU) else "torch"
     if is_dense and not is_hopper:  # not measured there
         return "torch"
-    fits = not last and volume.dtype != torch.float64 and min(channels) >= (2 if p.groups == 1 else _LEAST_OF_A_GROUP)
+    is_flat = p.kernel_size[0] == 1 and p.is_apart
     least = _LARGE_STEP if is_step else _LARGE
-    if not fits:  # the product does not take it: images compete with torch's operator
-        images_are_faster = is_flat or not is_dense
-    elif is_step:  # gradients as images compete with torch's, which those of the product are
-        images_are_faster = apart or p.groups > 1 or min(channels) < _DENSE
+    if last:  # which kernels for volumes do not take: images compete with torch's operator
+        return "images" if (is_flat or not is_dense) and _has_outputs(p, least) else "torch"
+    if is_step:
+        is_ieee = volume.dtype == torch.float32 and volume.precision == "ieee"
+        images_are_faster = p.groups > 1 or min(channels) < DENSE or (p.is_apart and (is_flat or is_ieee))
     else:
         # A compiled graph copies slices in few kernels, so images pay for fewer taps there.
         many_taps = torch.compiler.is_compiling() or math.prod(p.kernel_size[1:]) >= _WIDE
-        is_wide = is_hopper and max(p.stride) == 1 and many_taps and max(channels) <= _FEW
-        images_are_faster = is_flat or is_wide or (apart and min(channels) > _FEW)
+        is_wide = is_hopper and max(p.stride) == 1 and many_taps and max(channels) <= FEW
+        images_are_faster = is_flat or is_wide or min(channels) < (2 if p.groups == 1 else _LEAST_OF_A_GROUP)
         least = least // 2 if is_wide else least  # many taps keep the device for longer
     if images_are_faster and _has_outputs(p, least):  # else the host takes too long
         return "images"
-    is_float32 = volume.dtype == torch.float32
-    if is_dense and not apart and not (is_float32 and volume.precision == "ieee"):
-        fill_tiles = all(count % (_FEW if is_float32 else _FEW // 2) == 0 for count in channels)
-        if min(channels) > _FEW or (max(p.stride) == 1 and (fill_tiles or max(channels) > _FEW)):
-            return "torch"
-    return "product" if fits else "torch"
+    if volumes.torch_is_faster(p, volume.dtype, volume.precision, is_hopper):
+        return "product" if is_step and volumes.has_own_gradients(p) else "torch"
+    return "product"
 
 
 def _has_outputs(problem: Problem, least: int) -> bool:
@@ -382,8 +367,8 @@ def _as_images(
     p, parts = problem, _depth_phases(problem)
     batch, depth, groups = p.batch, p.input_size[0], p.groups
     planar: Any = p.stride[1:], p.padding[1:], p.output_padding[1:], groups, p.dilation[1:]
-    if _is_apart(p, 0):  # all phases read one slice, and are output channels
-        phases, merged = parts[0][-1], _is_apart(p, 1)
+    if p.is_apart_along(0):  # all phases read one slice, and are output channels
+        phases, merged = parts[0][-1], p.is_apart_along(1)
         # The phase is the outer part of the channels where channels lie innermost, so that copies move whole pixels.
         kernels = weight.transpose(1, 2) if last else weight
         if bias is not None:

@@ -25,7 +25,7 @@ from gemmconv.ops.autocast import current_dtype
 from gemmconv.ops.configs import Convention, config_of
 from gemmconv.ops.gradients import prepare_gradients
 from gemmconv.ops.schemas import Options, checked_problem, is_channels_last, without_data
-from gemmconv.ops.volumes import Volume, program_of
+from gemmconv.ops.volumes import Volume, gradients_are_ours, program_of
 from gemmconv.rank import Way, of_height_1, settled
 from gemmconv.rank import prepare as prepare_volume
 from gemmconv.selection import NATIVE
@@ -284,7 +284,8 @@ def _ways(call: _OfVolumes, direction: Pass) -> Iterator[_Candidate]:
         return run
 
     ways: list[Way] = ["torch", "images"]
-    if not volume.last and program_of(volume.config()) is not None:
+    own_gradients = is_step and gradients_are_ours(volume.config(), (True, True, False))
+    if not volume.last and (own_gradients or program_of(volume.config()) is not None):
         ways.append("product")
     precision = dict(call.options)["precision"]
     for way in dict.fromkeys(settled(one, volume, precision, is_step) for one in ways):

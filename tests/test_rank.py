@@ -215,9 +215,9 @@ def test_compiled_in_one_graph(rank, kernel_size, records, device):
     with torch.set_grad_enabled(records), conv_precision("ieee"):
         output = torch.compile(layer, backend="aot_eager", fullgraph=True)(input)
         torch.testing.assert_close(output, layer(input))
-    if records:
-        gradients = torch.autograd.grad(output.sum(), (input, layer.weight))
-        torch.testing.assert_close(gradients, torch.autograd.grad(layer(input).sum(), (input, layer.weight)))
+        if records:
+            gradients = torch.autograd.grad(output.sum(), (input, layer.weight))
+            torch.testing.assert_close(gradients, torch.autograd.grad(layer(input).sum(), (input, layer.weight)))
 
 
 @each_rank

@@ -11,6 +11,7 @@ import gemmconv
 from gemmconv import rank
 from gemmconv.__main__ import main
 from gemmconv.device import named
+from gemmconv.kernels.base import Choice
 from gemmconv.ops import followers, volumes
 
 module = sys.modules["gemmconv.warmup"]  # the function has its name
@@ -113,7 +114,7 @@ def test_warmup_finds_the_calls_without_data():
 
 
 def test_warmup_compiles_what_volumes_launch(monkeypatch):
-    """Forward passes of volumes that are one product, whose gradients are torch's."""
+    """Forward passes of volumes that are one product; a training step's run compiles what its gradients launch."""
     monkeypatch.setattr(rank, "choose_way", lambda *_: "product")
     layer, asked = gemmconv.ConvTranspose3d(16, 8, 2, 2), []
     found = module._calls_of(layer, (torch.randn(1, 16, 3, 4, 5),))
@@ -125,7 +126,8 @@ def test_warmup_compiles_what_volumes_launch(monkeypatch):
     assert asked[0]() == []  # a CPU launches nothing
     hopper = volumes.Volume.config
     monkeypatch.setattr(volumes.Volume, "config", lambda volume: replace(hopper(volume), spec=named("H100")))
-    monkeypatch.setattr(volumes.gemm_mma.GemmMma, "refuses", lambda *_: None)
+    kernel = volumes.gemm_mma.KERNEL
+    monkeypatch.setattr(volumes, "choice_of", lambda config: Choice(kernel, kernel.tile(config, "forward"), 0.0))
     assert [one.source for one in asked[0]()] == ["weights/pack.cu", "conv/gemm_mma.cu"]
 
 

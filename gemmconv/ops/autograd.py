@@ -115,16 +115,7 @@ class Backward(NamedTuple):
         of_input, of_weight, of_bias = needs
         if not (of_input or of_weight):
             return lambda grad, input, weight: (None, None, bias_gradient(grad) if of_bias else None)
-        one = prepare_call(*self.operator_call(grad, input, weight, needs, dtype))
-        if of_input and of_weight:
-            return one if of_bias else lambda grad, input, weight: (*one(grad, input, weight), None)
-        if of_input and of_bias:
-            return lambda grad, input, weight: ((found := one(grad, weight))[0], None, found[1])
-        if of_input:
-            return lambda grad, input, weight: (one(grad, weight), None, None)
-        if of_bias:
-            return lambda grad, input, weight: (None, *one(grad, input))
-        return lambda grad, input, weight: (None, one(grad, input), None)
+        return of_all(prepare_call(*self.operator_call(grad, input, weight, needs, dtype)), needs)
 
     def operator_call(
         self, grad: Tensor, input: Any, weight: Any, needs: Needs, dtype: torch.dtype | None
@@ -133,18 +124,38 @@ class Backward(NamedTuple):
 
         Some gradient of input or weight must be needed. Tensors may be without data.
         """
-        of_input, of_weight, of_bias = needs
+        _, of_weight, of_bias = needs
         convention = Convention(self._weight_grad_strides() if of_weight else None, of_bias, dtype)
-        if of_input and of_weight:
-            return "grads", (grad, input, weight), None, self.options, convention
-        if of_input:
-            return "input_grad", (grad, weight), tuple(self.input_size), self.options, convention
-        return "weight_grad", (grad, input), tuple(self.weight_shape[2:]), self.options, convention
+        direction, tensors = needed_pass(grad, input, weight, needs)
+        size = {"input_grad": tuple(self.input_size), "weight_grad": tuple(self.weight_shape[2:])}.get(direction)
+        return direction, tensors, size, self.options, convention
 
     def _weight_grad_strides(self) -> tuple[int, ...] | None:
         """The strides of the weight's gradient, None where they are those of a contiguous tensor."""
         strides = self.weight_strides
         return None if strides == strides_of(self.weight_shape, torch.contiguous_format) else strides
+
+
+def needed_pass(grad: Tensor, input: Any, weight: Any, needs: Needs) -> tuple[Pass, Tensors]:
+    """The pass that computes the needed gradients of input and weight, of which there is one, and its tensors."""
+    of_input, of_weight, _ = needs
+    if of_input and of_weight:
+        return "grads", (grad, input, weight)
+    return ("input_grad", (grad, weight)) if of_input else ("weight_grad", (grad, input))
+
+
+def of_all(one: Callable[..., Any], needs: Needs) -> Callable[..., Gradients]:
+    """A call that takes all tensors and returns all gradients, from the call of :func:`needed_pass`."""
+    of_input, of_weight, of_bias = needs
+    if of_input and of_weight:
+        return one if of_bias else lambda grad, input, weight: (*one(grad, input, weight), None)
+    if of_input and of_bias:
+        return lambda grad, input, weight: ((found := one(grad, weight))[0], None, found[1])
+    if of_input:
+        return lambda grad, input, weight: (one(grad, weight), None, None)
+    if of_bias:
+        return lambda grad, input, weight: (None, *one(grad, input))
+    return lambda grad, input, weight: (None, one(grad, input), None)
 
 
 def compile_backward_ahead(

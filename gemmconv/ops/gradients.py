@@ -147,7 +147,7 @@ def bias_gradient(grad_output: Tensor) -> Tensor:
 
 def _prepare_bias_gradient(grad_output: Tensor, convention: Convention) -> Callable[[Tensor], Tensor]:
     def by_torch(grad_output: Tensor) -> Tensor:
-        return grad_output.sum((0, 2, 3), dtype=convention.parameter_dtype)
+        return grad_output.sum((0, *range(2, grad_output.dim())), dtype=convention.parameter_dtype)
 
     def prepare() -> Callable[[Tensor], Tensor]:
         if (program := bias_grad_program(grad_output)) is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -81,12 +82,12 @@ def both_programs(gradients: selection.Gradients, config: Config, weight_config:
 
 
 def bias_grad_program(grad_output: Tensor, spec: DeviceSpec | None = None) -> Program | None:
-    """The program of a bias's gradient, from ``[N, C_out, H_out, W_out]``; None where torch computes it.
+    """The program of a bias's gradient, from grad_output of images or volumes; None where torch computes it.
 
     ``spec`` is the device to compute on, if it is not the one here.
     """
-    images, channels, height, width = grad_output.shape
-    problem = Problem(images, 1, channels, 1, (height, width), (1, 1))
+    images, channels, *size = grad_output.shape
+    problem = Problem(images, 1, channels, 1, (1, math.prod(size)), (1, 1))
     config = config_of(problem, grad_output, grad_output, Options(precision="ieee"))
     config = config if spec is None else replace(config, spec=spec)
     if config.device.type != "cuda" or why_no_kernels(config.device, config.spec) is not None:

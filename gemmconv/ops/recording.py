@@ -46,7 +46,20 @@ def prepare_recording(
         forward = _forward_with_casts(tensors, arguments, dtype, is_cacheable(parameters[0]), recorded and requires[0])
     if not recorded:
         return forward if dtype is None else lambda *tensors: forward(*tensors)[0]
-    state = _CallState(forward, Backward.of(tensors, arguments), (requires[0], requires[1], requires[2]), dtype)
+    return with_node(
+        forward, Backward.of(tensors, arguments), (requires[0], requires[1], requires[2]), dtype, is_signal
+    )
+
+
+def with_node(
+    forward: Callable[..., Any],
+    backward: Any,
+    requires: Needs,
+    dtype: torch.dtype | None = None,
+    is_signal: bool = False,
+) -> Call:
+    """The call ``forward`` with an autograd node; for the arguments see :class:`_CallState`."""
+    state = _CallState(forward, backward, requires, dtype)
     kind = _SignalNode if is_signal else _CallNode if dtype is None else _CallNodeWithCasts
     apply: Any = super(torch.autograd.Function, kind).apply  # torch's own also looks for transforms: there are none
     return lambda input, weight, bias: apply(input, weight, bias, state)
@@ -89,21 +102,27 @@ def _forward_with_casts(
     return call
 
 
-class NeedQueries:
-    """Asks torch which gradients a backward pass of a node needs, of those that its tensors require.
+class _CallState:
+    """The state that all nodes of one signature share: the prepared forward call, and the prepared backward passes.
 
-    torch answers for the nodes that gradients go to. It refuses to for leaves that autograd.grad names, and a refusal
-    takes 100 us, so for a while after one the gradient is computed, needed or not, which is right either way. So it is
-    after several passes in a row that needed all gradients.
+    It asks torch which gradients a backward pass needs, of those that its tensors require. torch answers for the nodes
+    that gradients go to. It refuses to for leaves that autograd.grad names, and a refusal takes 100 us, so for a while
+    after one the gradient is computed, needed or not, which is right either way. So it is after several passes in a row
+    that needed all gradients.
 
     Args:
+        forward: the prepared forward call.
+        backward: computes gradients by operators, and prepares calls that do without the dispatcher: a
+            :class:`Backward`, or what has its two methods.
         requires: whether input, weight and bias require gradients.
+        dtype: dtype of weight and bias, if the forward pass casts them.
     """
 
-    def __init__(self, requires: Needs) -> None:
-        self.requires = requires
+    def __init__(self, forward: Callable[..., Any], backward: Any, requires: Needs, dtype: torch.dtype | None) -> None:
+        self.forward, self.backward, self.requires, self.dtype = forward, backward, requires, dtype
         self.of_input, self.of_weight, _ = requires
         self.passes_without_query, self.full_passes = [0, 0, 0], 0
+        self.gradients: dict[Hashable, Callable[..., Gradients]] = {}
 
     def needs(self, ctx: Any) -> Needs:
         """Which gradients this backward pass needs: of input, weight and bias.
@@ -131,24 +150,6 @@ class NeedQueries:
         except RuntimeError:
             self.passes_without_query[index] = _CALLS_AFTER_REFUSAL
             return True
-
-
-class _CallState(NeedQueries):
-    """The state that all nodes of one signature share: the prepared forward call, and the prepared backward passes.
-
-    Args:
-        forward: the prepared forward call.
-        backward: computes gradients by operators, and prepares calls that do without the dispatcher.
-        requires: whether input, weight and bias require gradients.
-        dtype: dtype of weight and bias, if the forward pass casts them.
-    """
-
-    def __init__(
-        self, forward: Callable[..., Any], backward: Backward, requires: Needs, dtype: torch.dtype | None
-    ) -> None:
-        super().__init__(requires)
-        self.forward, self.backward, self.dtype = forward, backward, dtype
-        self.gradients: dict[Hashable, Callable[..., Gradients]] = {}
 
 
 class _CallNode(torch.autograd.Function):

@@ -1,35 +1,54 @@
-"""A volume's forward pass as one tensor-core product (conv/gemm_mma), as an operator; its gradients are torch's."""
+"""Volumes by kernels of their own, as an operator and as prepared calls, which also compute gradients by them.
+
+A forward pass is one product on tensor cores (conv/gemm_mma), or a product into columns and a fold (``gemm_col2im``),
+whichever is expected to take less time. Gradients are computed by ``gemm_col2im``, or by torch's operator.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from gemmconv import flops
 from gemmconv.algorithms.fallback import with_fallback
+from gemmconv.algorithms.gemm_col2im import GemmCol2im
 from gemmconv.device import DeviceSpec, make_current, spec_of
+from gemmconv.dispatch import transforms_active
 from gemmconv.geometry import Problem
-from gemmconv.kernels.base import Config, Precision
+from gemmconv.kernels.base import Choice, Config, Precision, choices, strides_of
 from gemmconv.kernels.conv import gemm_mma
 from gemmconv.kernels.forms import launches
 from gemmconv.kernels.program import Launch, Program
 from gemmconv.ops.ahead import compile_in_background
 from gemmconv.ops.autocast import cast_as_autocast, is_autocasting
+from gemmconv.ops.autograd import Gradients, Needs, needed_pass, of_all
 from gemmconv.ops.call_cache import find_or_make, tensor_signature
-from gemmconv.ops.recording import NeedQueries
-from gemmconv.ops.schemas import Tensors, as_hashable, without_data
-from gemmconv.selection import choose, current_config, torch_precision
+from gemmconv.ops.configs import Convention
+from gemmconv.ops.gradients import prepare_gradient
+from gemmconv.ops.programs import bias_grad_program, pass_program
+from gemmconv.ops.recording import with_node
+from gemmconv.ops.schemas import Tensors, WithoutData, as_hashable, without_data
+from gemmconv.selection import BY_NAME, choose, current_config, torch_precision
 
 Call = Callable[..., Tensor]  # of input, weight, and bias or None
 
-_SCHEMA = (
-    "(Tensor input, Tensor weight, Tensor? bias, SymInt[] stride, SymInt[] padding, SymInt[] output_padding,"
-    " SymInt groups, SymInt[] dilation, str? precision, int? workspace_limit=None) -> Tensor"
+_GEMM_COL2IM, _NCHW = cast(GemmCol2im, BY_NAME["gemm_col2im"]), torch.contiguous_format
+DENSE, FEW = 16, 64  # channels of a group: fewer are few for a tensor core; at most so many are few for cuDNN
+_MANY_COLUMNS, _MANY_TAPS = 1 << 26, 8  # elements; taps that reach an output
+_GEOMETRY = (
+    "SymInt[] stride, SymInt[] padding, SymInt[] output_padding, SymInt groups, SymInt[] dilation, str? precision,"
+)
+_SCHEMA = f"(Tensor input, Tensor weight, Tensor? bias, {_GEOMETRY} int? workspace_limit=None) -> Tensor"
+_GRADS_SCHEMA = (
+    f"(Tensor grad_output, Tensor input, Tensor weight, {_GEOMETRY} int? workspace_limit, bool[] needs)"
+    " -> (Tensor, Tensor, Tensor)"
 )
 
 
@@ -77,56 +96,90 @@ def conv_transpose3d(
     return output
 
 
-def prepare(tensors: Tensors, volume: Volume) -> Call:
-    """Prepare an eager call as one product on tensors of this signature, with an autograd node if it records gradients.
+def prepare(tensors: Tensors, volume: Volume, precision: Precision | None) -> Call:
+    """Prepare an eager call on tensors of this signature, with an autograd node if it records gradients.
 
     Args:
         tensors: input, weight, and bias or None; where autocast is on, it casts them in each call.
-        volume: the call.
+        volume, precision: the call, and the argument of it.
     """
     config, casts = volume.config(), is_autocasting(volume.device.type)
     of_input, of_weight, of_bias = (one is not None and one.requires_grad for one in tensors)
-    records = torch.is_grad_enabled() and (of_input or of_weight or of_bias)
-    run = with_fallback(config.device, *_calls(config))
-    forward = run if all(one is None or one.is_contiguous() for one in tensors) else _with_copies(run)
-    state = forward, config.problem.geometry, NeedQueries((of_input, of_weight, of_bias))
-    # torch's own ``apply`` looks for transforms first. A call that has a signature is outside of them.
-    apply: Any = super(torch.autograd.Function, _Node).apply
+    run = _forward(config, tuple(without_data(one, config.dtype) for one in tensors) if casts else tensors)
+    if torch.is_grad_enabled() and (of_input or of_weight or of_bias):
+        backward, needs = _Backward(config, precision), (of_input, of_weight, of_bias)
+        backward.compile_ahead(needs)
+        run = with_node(run, backward, needs)
+    if not casts:
+        return run
 
-    def call(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if casts:
-            input, weight, bias = (cast_as_autocast(one, config.dtype) for one in (input, weight, bias))
-        output: Tensor = apply(input, weight, bias, state) if records else forward(input, weight, bias)
-        return output
+    return lambda *tensors: run(*(cast_as_autocast(one, config.dtype) for one in tensors))
 
-    return call
+
+def torch_is_faster(problem: Problem, dtype: torch.dtype, precision: Precision, is_hopper: bool) -> bool:
+    """Whether torch's operator is expected to compute a forward pass faster than the kernels for volumes.
+
+    On an H200 cuDNN was up to 1.3 times as fast for deep layers, and as fast under a stride of 1 where the channels
+    fill its tiles; without TF32, and where the kernel equals the stride, it never was.
+    """
+    channels = problem.gemm_k, problem.group_out_channels
+    if not is_dense(problem) or (is_hopper and problem.is_apart):
+        return False
+    if not is_hopper:  # not measured there
+        return True
+    is_float32 = dtype == torch.float32
+    if is_float32 and precision == "ieee":
+        return False
+    fill_tiles = all(count % (FEW if is_float32 else FEW // 2) == 0 for count in channels)
+    return min(channels) > FEW or (max(problem.stride) == 1 and (fill_tiles or max(channels) > FEW))
+
+
+def is_dense(problem: Problem) -> bool:
+    """Whether a layer has one group, enough channels for tensor cores, and no dilation: what cuDNN is fast for."""
+    channels = problem.gemm_k, problem.group_out_channels
+    return problem.groups == max(problem.dilation) == 1 and min(channels) >= DENSE
+
+
+def has_own_gradients(problem: Problem) -> bool:
+    """Whether ``gemm_col2im`` computes the gradients, not torch's operator.
+
+    On an H200 it was 1.1 to 3 times as fast, up to 90 times for depthwise layers, except on many columns of many
+    channels, or of many taps (0.6 to 0.9 times).
+    """
+    p = problem
+    has_few = min(p.gemm_k, p.group_out_channels) <= DENSE and p.taps <= _MANY_TAPS * math.prod(p.stride)
+    return p.is_apart or has_few or p.column_elements <= _MANY_COLUMNS
 
 
 @lru_cache(maxsize=256)
+def choice_of(config: Config) -> Choice | None:
+    """The kernel of a forward pass with the least expected time; None where torch's operator computes it."""
+    is_slower = torch_is_faster(config.problem, config.dtype, config.precision, config.spec.is_hopper)
+    if is_slower or config.device.type != "cuda":
+        return None
+    able = choices(config, "forward", (gemm_mma.KERNEL, _GEMM_COL2IM))
+    return min(able, key=lambda choice: choice.seconds, default=None)
+
+
 def program_of(config: Config) -> Program | None:
-    """The program of a forward pass; None where the kernel cannot serve the layer."""
-    kernel = gemm_mma.KERNEL
-    tile = kernel.tile(config, "forward") if kernel.refuses(config, "forward") is None else None
-    return None if tile is None else kernel.program(config, "forward", tile)
+    """The program of a forward pass; None where torch's operator computes it."""
+    choice = choice_of(config)
+    return None if choice is None else choice.program(config, "forward")
 
 
-def _calls(config: Config) -> tuple[Callable[[], Call], Callable[[], Call]]:
-    """Functions that prepare the forward call on contiguous tensors: by the kernel, if it can serve, and by torch."""
+def _forward(config: Config, tensors: Tensors) -> Call:
+    """Prepare the forward call on tensors of these strides: by a kernel, if one is faster, else by torch."""
+    p, device = config.problem, config.device
 
     def torchs() -> Call:
         choose(config, "native", "conv_transpose3d")  # raises where torch's operator rounds otherwise
-        return lambda input, weight, bias: torch.conv_transpose3d(input, weight, bias, *config.problem.geometry)
+        return lambda input, weight, bias: torch.conv_transpose3d(input, weight, bias, *p.geometry)
 
     def ours() -> Call:
         program = program_of(config)
-        return torchs() if program is None else program.prepare(config.device)
+        return torchs() if program is None else program.bound(device, tensors)
 
-    return ours, torchs
-
-
-def _with_copies(call: Call) -> Call:
-    """A call that first copies tensors that are not contiguous."""
-    return lambda *tensors: call(*(one if one is None else one.contiguous() for one in tensors))
+    return with_fallback(device, ours, torchs)
 
 
 def compile_forward_ahead(input: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> Future[Any] | None:
@@ -146,13 +199,10 @@ def compile_forward_ahead(input: Tensor, weight: Tensor, bias: Tensor | None, *a
 
 
 def _compute(input: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> Tensor:
-    volume = volume_of(input, weight, *arguments)
-
-    def make() -> Call:
-        return _with_copies(with_fallback(volume.device, *_calls(volume.config())))
-
+    volume, tensors = volume_of(input, weight, *arguments), (input, weight, bias)
     with make_current(input.device):
-        output: Tensor = find_or_make((volume, tensor_signature(bias)), make)(input, weight, bias)
+        key = volume, *map(tensor_signature, tensors)
+        output: Tensor = find_or_make(key, lambda: _forward(volume.config(), tensors))(*tensors)
         return output
 
 
@@ -174,40 +224,107 @@ def fake(input: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) ->
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    """Save for the backward pass, as custom_op asks for it; ``inputs`` begins with three tensors and the geometry."""
-    input, weight, bias, *ctx.geometry = inputs[:8]
+    input, weight, bias, *ctx.arguments = inputs
     ctx.save_for_backward(input, weight)
     ctx.bias_sizes = None if bias is None else list(bias.shape)
 
 
-def _gradients(ctx: Any, grad_output: Tensor, needs: Sequence[bool]) -> tuple[Tensor | None, ...]:
-    """torch's gradients of input, weight and bias, those that are needed."""
-    stride, padding, output_padding, groups, dilation = ctx.geometry
-    gradients: tuple[Tensor | None, ...] = torch.ops.aten.convolution_backward(
-        *(grad_output, *ctx.saved_tensors, ctx.bias_sizes, stride, padding, dilation),
-        *(True, output_padding, groups, list(needs)),
-    )
-    return gradients
-
-
 def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-    needs = ctx.needs_input_grad
-    return *_gradients(ctx, grad_output, needs[:3]), *[None] * (len(needs) - 3)
+    (input, weight), (*geometry, _, _) = ctx.saved_tensors, (*ctx.arguments, None)[:7]
+    needs, others = ctx.needs_input_grad[:3], [None] * len(ctx.arguments)
+    is_first_order = not torch.is_grad_enabled() and not transforms_active()
+    if is_first_order and grad_output.is_cuda and has_own_gradients(_problem(input.shape, weight.shape, *geometry)):
+        arguments = (*ctx.arguments, None)[:7]
+        found = GRADS_OPERATOR(grad_output, input, weight, *arguments, list(needs))
+        return *(one if need else None for one, need in zip(found, needs, strict=True)), *others
+    return *_torchs_gradients(grad_output, input, weight, ctx.bias_sizes, geometry, needs), *others
 
 
-class _Node(torch.autograd.Function):
-    """The autograd node of a prepared call; ``state``: the forward call, the geometry, and the queries for needs."""
+def _compute_gradients(grad: Tensor, input: Tensor, weight: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    """The gradients that are needed; an empty tensor for each other."""
+    tensors, needs = (grad, input, weight), tuple(arguments[-1])
+    volume = volume_of(input, weight, *arguments[:-1])
+    with make_current(grad.device):
+        key = "gradients", volume, needs, *map(tensor_signature, tensors)
+        backward = _Backward(volume.config(), volume.precision)
+        found = find_or_make(key, lambda: backward.prepare(*tensors, needs))(*tensors)
+    return tuple(one if need else grad.new_empty(0) for one, need in zip(found, needs, strict=True))
 
-    @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, state: Any) -> Tensor:
-        call, geometry, ctx.queries = state
-        _save(ctx, (input, weight, bias, *geometry), None)
-        return call(input, weight, bias)
 
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        return *_gradients(ctx, grad_output, ctx.queries.needs(ctx)), None
+def _fake_gradients(grad: Tensor, input: Tensor, weight: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    shapes = input.shape, weight.shape, grad.shape[1:2]
+    return tuple(grad.new_empty(of if need else (0,)) for of, need in zip(shapes, arguments[-1], strict=True))
+
+
+def _torchs_gradients(
+    grad: Tensor, input: Tensor, weight: Tensor, bias_sizes: Any, geometry: Any, needs: Sequence[bool]
+) -> Gradients:
+    stride, padding, output_padding, groups, dilation = geometry
+    by = stride, padding, dilation, True, output_padding, groups, list(needs)
+    found: Gradients = torch.ops.aten.convolution_backward(grad, input, weight, bias_sizes, *by)
+    return found
+
+
+class _Backward(NamedTuple):
+    """The backward pass of a prepared call, as gemmconv/ops/recording.py asks for it.
+
+    Attributes:
+        config: of the forward call.
+        precision: the argument; without one each backward pass follows torch's setting.
+    """
+
+    config: Config
+    precision: Precision | None
+
+    def __call__(self, grad: Tensor, input: Tensor | None, weight: Tensor | None, needs: Needs) -> Gradients:
+        """torch's gradients, which can be differentiated in turn; tensors that none of them needs were not saved."""
+        p = self.config.problem
+        input = grad.new_empty(p.input_shape) if input is None else input
+        weight = grad.new_empty(p.weight_shape) if weight is None else weight
+        return _torchs_gradients(grad, input, weight, [p.out_channels], p.geometry, needs)
+
+    def prepare(
+        self, grad: Tensor, input: Any, weight: Any, needs: Needs, dtype: torch.dtype | None = None
+    ) -> Callable[..., Gradients]:
+        """Prepare a call that computes the gradients from tensors of these strides."""
+        rounding = self.precision or torch_precision(self.config.dtype, self.config.device)
+        config, (direction, tensors) = replace(self.config, precision=rounding), needed_pass(grad, input, weight, needs)
+
+        def torchs() -> Callable[..., Gradients]:
+            return lambda grad, input, weight: self(grad, input, weight, needs)
+
+        def ours() -> Callable[..., Gradients]:
+            convention = Convention(with_bias_grad=needs[2])
+            return of_all(prepare_gradient(direction, _GEMM_COL2IM, config, tensors, convention), needs)
+
+        return with_fallback(config.device, ours, torchs) if gradients_are_ours(config, needs) else torchs()
+
+    def compile_ahead(self, needs: Needs) -> None:
+        """Compile in the background what the backward pass launches, while the forward pass's kernels compile, too."""
+        config, p = self.config, self.config.problem
+
+        def list_launches() -> list[Launch]:
+            grad, input, weight = (
+                WithoutData.of(shape, strides_of(shape, _NCHW), config.dtype, config.device)
+                for shape in (p.output_shape, p.input_shape, p.weight_shape)
+            )
+            direction, tensors = needed_pass(grad, input, weight, needs)
+            of_bias = bias_grad_program(tensors[0]) if needs[2] else None
+            programs = (pass_program(direction, _GEMM_COL2IM, config), tensors), (of_bias, tensors[:1])
+            return [step for one, given in programs if one for step in launches(one, given, config.device)]
+
+        if gradients_are_ours(config, needs):
+            compile_in_background(("volume gradients", config, needs), config.device, lambda: list_launches)
+
+
+def gradients_are_ours(config: Config, needs: Needs) -> bool:
+    """Whether ``gemm_col2im`` computes the gradients that are needed; a bias's alone is torch's."""
+    able = has_own_gradients(config.problem) and _GEMM_COL2IM.why_not(config, "weight_grad") is None
+    return able and config.device.type == "cuda" and (needs[0] or needs[1])
 
 
 OPERATOR = torch.library.custom_op("gemmconv::conv_transpose3d", _compute, mutates_args=(), schema=_SCHEMA)
 OPERATOR.register_autograd(_backward, setup_context=_save)
+_GRADS = "gemmconv::conv_transpose3d_grads"
+GRADS_OPERATOR = torch.library.custom_op(_GRADS, _compute_gradients, mutates_args=(), schema=_GRADS_SCHEMA)
+GRADS_OPERATOR.register_fake(_fake_gradients)
