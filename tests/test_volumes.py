@@ -326,6 +326,14 @@ def test_volumes_match_torch_on_a_gpu(problem, kind, as_products, poison):
         output = gemmconv.conv_transpose3d(*leaves, **geometry_of(problem), precision=precision)
         found = [output, *torch.autograd.grad(output, leaves, grad, retain_graph=True)]
         found += (torch.autograd.grad(output, one, grad, retain_graph=True)[0] for one in leaves)
-    gradients = torch.autograd.grad(wanted, exact, grad.double())
+    gradients = torch.autograd.grad(wanted, exact, grad.double(), retain_graph=True)
     for one, other in zip(found, (wanted, *gradients, *gradients), strict=True):
+        assert (one - other).norm() < tolerance * other.norm()
+    # A gradient that is one number everywhere, and no volumes at all.
+    with conv_precision(precision):
+        ones = torch.autograd.grad(output.sum(), leaves)
+        none = gemmconv.conv_transpose3d(input[:0], weight, bias, **geometry_of(problem), precision=precision)
+        assert [one.count_nonzero().item() for one in torch.autograd.grad(none.sum(), leaves)] == [0, 0, 0]
+    assert none.shape == (0, *output.shape[1:])
+    for one, other in zip(ones, torch.autograd.grad(wanted.sum(), exact), strict=True):
         assert (one - other).norm() < tolerance * other.norm()

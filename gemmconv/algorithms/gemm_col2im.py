@@ -70,7 +70,8 @@ class GemmCol2im(AlgorithmOfOne):
         if config.device.type not in ("cpu", "cuda"):
             return f"the device must be cpu or cuda, got {config.device.type}"
         problem = config.problem
-        largest = max(problem.in_pixels, problem.gemm_m, problem.batch * problem.out_channels, *problem.output_size)
+        planes, rows = problem.batch * problem.out_channels, math.prod(problem.output_size[:-1])
+        largest = max(problem.in_pixels, problem.gemm_m, planes, rows, problem.output_size[-1])
         if largest > INT32_MAX:
             return f"the extents of its matrices must stay below 2**31, got {largest}"
         return None
