@@ -68,11 +68,8 @@ def conv_transpose2d(
     >>> conv_transpose2d(torch.ones(1, 4, 8, 8), torch.ones(4, 2, 3, 3), stride=2, padding=1, output_padding=1).shape
     torch.Size([1, 2, 16, 16])
     """
-    where = "conv_transpose2d"
-    given: tuple[Any, ...] = (
-        *(stride, padding, output_padding, groups, dilation),
-        *(algorithm, precision, workspace_limit),
-    )
+    where, options = "conv_transpose2d", (algorithm, precision, workspace_limit)
+    given = stride, padding, output_padding, groups, dilation, *options
     are_plain = plain.are_torch_tensors(input, weight, bias)
     key = None
     # A repeated call: a call of the same signature was prepared before, and its checks were made then.
@@ -82,13 +79,8 @@ def conv_transpose2d(
             return call(input, weight, bias)
     # Arrays of other libraries: this function again, on tensors that share their memory.
     if not are_plain and arrays.are_foreign(input, weight, bias):
-        return arrays.call(
-            *(conv_transpose2d, {"input": input, "weight": weight, "bias": bias}),
-            *(stride, padding, output_padding, groups, dilation),
-            algorithm=algorithm,
-            precision=precision,
-            workspace_limit=workspace_limit,
-        )
+        tensors, named = {"input": input, "weight": weight, "bias": bias}, ("algorithm", "precision", "workspace_limit")
+        return arrays.call(conv_transpose2d, tensors, *given[:5], **dict(zip(named, options, strict=True)))
     # Types and values. Whether shapes fit together is checked by the operator, or where a call is prepared.
     validation.tensor(where, "input", input)
     validation.tensor(where, "weight", weight)
@@ -99,7 +91,7 @@ def conv_transpose2d(
         rule = f"be a dense tensor with algorithm={algorithm!r}"
         validation.fail(NotImplementedError, where, "input", rule, "one of mkldnn", "use input.to_dense()")
     geometry = validation.geometry(where, stride, padding, output_padding, groups, dilation)
-    arguments = (*geometry, algorithm, precision, workspace_limit)
+    arguments = *geometry, *options
     is_eager = (
         type(input) is Tensor
         and not torch.compiler.is_compiling()

@@ -39,11 +39,8 @@ def fail(kind: type[Exception], where: str, argument: str, rule: str, got: objec
 def extents(where: str, argument: str, value: int | Sequence[int], rank: int = 2) -> Any:
     """An int for all axes, or a sequence with one int for all or one for each, as a tuple with an int for each axis.
 
-    NumPy's ints and tensors of one int count too.
-
-    Raises:
-        TypeError: a value that is no int.
-        RuntimeError: a sequence of another length.
+    NumPy's ints and tensors of one int count too. Raises TypeError for a value that is no int, and RuntimeError for a
+    sequence of another length.
     """
     if type(value) is int:
         return (value,) * rank
@@ -122,12 +119,7 @@ def model(where: str, value: object) -> None:
 
 
 def tensor(where: str, argument: str, value: object) -> None:
-    """Check that a value is a dense tensor.
-
-    Raises:
-        TypeError: it is no tensor.
-        NotImplementedError: it is sparse.
-    """
+    """Raise TypeError if a value is no tensor, or NotImplementedError if it is sparse."""
     if not isinstance(value, torch.Tensor):
         fail(TypeError, where, argument, "be a torch.Tensor", type(value).__name__)
     if value.layout != torch.strided and value.layout in _SPARSE:
@@ -136,14 +128,12 @@ def tensor(where: str, argument: str, value: object) -> None:
 
 
 def choice(where: str, algorithm: str, algorithms: Sequence[str], precision: str | None, limit: int | None) -> None:
-    """Check the algorithm, precision and workspace limit of a call.
+    """Raise ValueError for an unknown algorithm or precision or a limit below 1 byte, TypeError for a limit of a kind.
 
-    Raises:
-        ValueError: an unknown algorithm or precision, or a workspace limit below 1 byte.
+    The limit is that of the workspace; None is the default.
     """
     if algorithm != "auto" and algorithm not in algorithms:
-        names = ("auto", *algorithms)
-        fail(ValueError, where, "algorithm", f"be one of {', '.join(names)}", repr(algorithm))
+        fail(ValueError, where, "algorithm", f"be one of auto, {', '.join(algorithms)}", repr(algorithm))
     if precision is not None and precision not in PRECISIONS:
         fail(ValueError, where, "precision", f"be None or one of {', '.join(PRECISIONS)}", repr(precision))
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int)):
@@ -172,15 +162,9 @@ def same_kind(
     tensors: Sequence[tuple[str, torch.Tensor | None]],
     dtype_of: Callable[[torch.Tensor], torch.dtype] = operator.attrgetter("dtype"),
 ) -> None:
-    """Check that all tensors share the first one's floating-point dtype and device.
+    """Raise RuntimeError for mixed dtypes or devices, and NotImplementedError if the first dtype is of integers.
 
-    Args:
-        where, tensors: the function, and its tensors with their names.
-        dtype_of: the dtype that counts, such as the one that autocast makes of a tensor's.
-
-    Raises:
-        NotImplementedError: an integer or boolean tensor.
-        RuntimeError: mixed dtypes, mixed devices.
+    ``dtype_of`` gives the dtype that counts, such as the one that autocast makes of a tensor's.
     """
     (first_name, first), *rest = tensors
     assert first is not None
@@ -199,11 +183,7 @@ def same_kind(
 def parameters(
     where: str, stride: Pair, padding: Pair, output_padding: Pair, groups: int, dilation: Pair, kernel_size: Pair
 ) -> None:
-    """Check the geometry that does not depend on the input.
-
-    Raises:
-        RuntimeError: a value outside its range.
-    """
+    """Raise RuntimeError if a value of the geometry is outside its range, whatever the input."""
     for name, values, least in (
         ("kernel_size", kernel_size, 1),
         ("stride", stride, 1),
@@ -219,9 +199,8 @@ def parameters(
         most = max(stride[axis], dilation[axis])
         if output_padding[axis] >= most:
             rule = f"be less than the larger of stride and dilation, {most} on the {label} axis"
-            fail(
-                RuntimeError, where, "output_padding", rule, tuple(output_padding), "pad the output afterwards instead"
-            )
+            remedy = "pad the output afterwards instead"
+            fail(RuntimeError, where, "output_padding", rule, tuple(output_padding), remedy)
 
 
 def problem(
@@ -234,11 +213,7 @@ def problem(
     groups: int,
     dilation: Pair,
 ) -> Problem:
-    """The problem of a forward call.
-
-    Raises:
-        RuntimeError: ranks, channels, groups, parameters or sizes that do not fit together.
-    """
+    """The problem of a call; raises RuntimeError if ranks, channels, groups, values or sizes do not fit together."""
     rank = len(stride)
     if len(input_shape) != 2 + rank:
         rule = f"have shape [N, C_in, {_IMAGES[rank]}] or [C_in, {_IMAGES[rank]}]"
@@ -266,10 +241,8 @@ def problem(
     result = Problem(input_shape[0], in_channels, weight_shape[1] * groups, groups, size, *window)
     if _any_below(1, result.output_size):
         least, given, left = ("x".join(map(str, of)) for of in ((1,) * rank, size, result.output_size))
-        rule, got = (
-            f"leave an output of at least {least} for an input of {given}",
-            f"{tuple(padding)}, an output of {left}",
-        )
+        rule = f"leave an output of at least {least} for an input of {given}"
+        got = f"{tuple(padding)}, an output of {left}"
         fail(RuntimeError, where, "padding", rule, got, "use less padding or a larger input")
     return result
 
@@ -356,8 +329,7 @@ def fold_geometry(
 ) -> Problem:
     """The problem whose columns col2im folds into signals, images or volumes of this size; ``shape`` is ``(N, C)``.
 
-    Raises:
-        RuntimeError: a value outside its range, or a window larger than the padded image.
+    Raises RuntimeError for a value outside its range, or a window larger than the padded image.
     """
     axes, no_more = range(len(kernel_size)), cast(Pair, (0,) * len(kernel_size))
     parameters(where, stride, padding, no_more, 1, dilation, kernel_size)
@@ -373,11 +345,7 @@ def fold_geometry(
 
 
 def fold_columns(where: str, columns_shape: Sequence[int], kernel_size: Pair) -> tuple[int, int]:
-    """``(N, C)`` of columns ``[N, C*K_h*K_w, L]``.
-
-    Raises:
-        RuntimeError: another rank, or a second extent that the kernel's size does not divide.
-    """
+    """``(N, C)`` of columns ``[N, C*K_h*K_w, L]``; raises RuntimeError for any others."""
     taps, named = math.prod(kernel_size), _KERNELS[len(kernel_size)].replace(", ", "*")
     if len(columns_shape) != 3:
         rule = f"have shape [N, C*{named}, L] or [C*{named}, L]"
@@ -402,12 +370,8 @@ def module(
 ) -> dict[str, Any]:
     """A module's sizes as ints and tuples, checked before any parameter is allocated.
 
-    Args:
-        where: name that messages begin with.
-        rank: number of axes.
-        counts: in_channels, out_channels and groups, by name.
-        sizes: kernel_size, stride, padding, output_padding and dilation, as torch.nn.ConvTranspose2d takes them.
-        bias, padding_mode, device, dtype: see torch.nn.ConvTranspose2d.
+    ``counts`` are in_channels, out_channels and groups by name, ``sizes`` are kernel_size, stride, padding,
+    output_padding and dilation; these and the others are as torch.nn.ConvTranspose2d takes them.
 
     Raises:
         TypeError: a value of the wrong type, or beyond 64 bits.
@@ -467,13 +431,9 @@ def output_padding_for(
     padding: Pair,
     dilation: Pair,
 ) -> tuple[int, ...]:
-    """The output_padding that gives an ``output_size``.
+    """The output_padding with which an input ``[N, C_in, H, W]`` or ``[C_in, H, W]`` gives an ``output_size``.
 
-    Args:
-        where: name that messages begin with.
-        output_size: ``[H_out, W_out]``, or the output's whole shape, whose other extents are ignored.
-        input_shape: ``[N, C_in, H, W]`` or ``[C_in, H, W]``.
-        kernel_size, stride, padding, dilation: the layer's settings.
+    This is ``[H_out, W_out]``, or the output's whole shape, whose other extents are ignored.
 
     Raises:
         TypeError: output_size is no sequence.
@@ -488,11 +448,9 @@ def output_padding_for(
         rule = f"have {rank} or {rank + before} elements for a {len(input_shape)}-D input"
         fail(ValueError, where, "output_size", rule, output_size)
     result = []
-    for axis, label in enumerate(AXES[rank]):
-        least = output_extent(
-            input_shape[before + axis], kernel_size[axis], stride[axis], padding[axis], 0, dilation[axis]
-        )
-        size, most = output_size[len(output_size) - rank + axis], least + stride[axis] - 1
+    for a, label in enumerate(AXES[rank]):
+        least = output_extent(input_shape[before + a], kernel_size[a], stride[a], padding[a], 0, dilation[a])
+        size, most = output_size[len(output_size) - rank + a], least + stride[a] - 1
         if size < least or size > most:
             rule = f"be from {least} to {most} on the {label} axis for an input of shape {list(input_shape)}"
             fail(ValueError, where, "output_size", rule, output_size)

@@ -34,10 +34,10 @@ extern "C" __global__ void __launch_bounds__(256) columns_im2col_kernel(const __
     if (plane >= p.planes || pixel >= tap_stride) return;
     const int row = static_cast<int>(pixel / p.w_in);
     const int iw = static_cast<int>(pixel - static_cast<index_t>(row) * p.w_in);
+    const int d_out = kIsVolume ? p.d_out : 1;
     const int slice = kIsVolume ? (p.in_row_begin + row) / p.h_in : 0;
 
-    const ELEMENT_T* __restrict__ grad_output =
-        p.grad_output + static_cast<long long>(plane) * p.d_out * p.h_out * p.w_out;
+    const ELEMENT_T* __restrict__ grad_output = p.grad_output + static_cast<long long>(plane) * d_out * p.h_out * p.w_out;
     ELEMENT_T* __restrict__ column =
         p.columns + static_cast<long long>(plane) * (KERNEL_D * KERNEL_H * KERNEL_W) * tap_stride + pixel;
     const int od_first = slice * STRIDE_D - PADDING_D;
@@ -48,7 +48,7 @@ extern "C" __global__ void __launch_bounds__(256) columns_im2col_kernel(const __
     for (int k = 0; k < KERNEL_D * KERNEL_H; ++k) {
         const int kd = kIsVolume ? k / KERNEL_H : 0, kh = k - kd * KERNEL_H;
         const int od = od_first + kd * DILATION_D, oh = oh_first + kh * DILATION_H;
-        const bool slice_inside = !kIsVolume || static_cast<unsigned>(od) < p.d_out;
+        const bool slice_inside = !kIsVolume || static_cast<unsigned>(od) < d_out;
         const bool row_inside = slice_inside && static_cast<unsigned>(oh) < p.h_out;
         const index_t out_row = static_cast<index_t>(od) * p.h_out + oh;
         const ELEMENT_T* __restrict__ source = grad_output + (row_inside ? out_row * p.w_out : 0);
