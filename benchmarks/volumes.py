@@ -4,15 +4,17 @@
     python -m benchmarks.volumes --only nnunet --device cpu
     python -m benchmarks.volumes --random 40 --seed 1
 
-Layers have the sizes of public 3-D networks, small ones too, or are drawn at random. ``device`` is the time between two events around a call
-that the host enqueued before. ``waited`` is the wall-clock time of a call among several in a row, so that the host's
-part counts. Both are medians, by turns, beside torch's operator twice, which shows the noise. A step is a forward pass
-and both gradients. Every result is compared with torch's in full float32 precision before it is timed.
+Layers have the sizes of public 3-D networks, small ones too, or are drawn at random. ``device`` is the time between two
+events around a call that the host enqueued before. ``waited`` is the wall-clock time of a call among several in a row,
+so that the host's part counts. ``last`` is the device's time beside torch's operator on tensors in channels_last_3d.
+All are medians, by turns, beside torch's operator twice, which shows the noise. A step is a forward pass and both
+gradients. Every result is compared with torch's in full float32 precision before it is timed.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import math
 import random
 import sys
@@ -77,7 +79,7 @@ LAYERS = {
 
 
 def random_layers(count: int, seed: int) -> dict[str, Layer]:
-    """Layers with any channels, groups, kernels, strides and paddings, named by their fields, of 2**14 to 2**26 outputs."""
+    """Layers of 2**14 to 2**26 outputs with any channels, groups, kernels, strides and paddings, by their fields."""
     draw, layers = random.Random(seed), dict[str, Layer]()
     while len(layers) < count:
         groups = draw.choice([1, 1, 1, 1, 2, 4, 32])
@@ -104,16 +106,19 @@ def row_of(layer: Layer, precision: str, device: torch.device) -> dict[str, list
     ours = gemmconv.ConvTranspose3d(*layer.channels, layer.kernel, *more, **kind)
     ours.load_state_dict(theirs.state_dict())
     input = torch.randn(layer.batch, layer.channels[0], *sizes, device=device, dtype=kind["dtype"], requires_grad=True)
-    grad = torch.randn_like(theirs(input))
+    grad, form = torch.randn_like(theirs(input)), torch.channels_last_3d
+    last = copy.deepcopy(theirs).to(memory_format=form)
+    of_last = [one.detach().to(memory_format=form).requires_grad_() for one in (input, grad)]
 
     def step(module: Any, trains: bool) -> tuple[Tensor, ...]:
+        given, of_output = of_last if module is last else (input, grad)
         with torch.set_grad_enabled(trains):
-            output = module(input)
-            leaves = input, module.weight, module.bias
-            return (output, *torch.autograd.grad(output, leaves, grad)) if trains else (output,)
+            output = module(given)
+            leaves = given, module.weight, module.bias
+            return (output.detach(), *torch.autograd.grad(output, leaves, of_output)) if trains else (output,)
 
     with torch_settings("fp32"):
-        exact = [one.double() for one in _in_float32(theirs, input, grad)]
+        exact = [one.detach().double() for one in _in_float32(theirs, input, grad)]
     with torch_settings(precision):
         errors = [
             [relative_error(*pair) for pair in zip(step(one, True), exact, strict=True)] for one in (ours, theirs)
@@ -122,9 +127,10 @@ def row_of(layer: Layer, precision: str, device: torch.device) -> dict[str, list
             raise ValueError(f"off by {wrong[0][0]:.1e}, torch by {wrong[0][1]:.1e}")
         found = {}
         for name, trains in (("forward", False), ("step", True)):
-            runs = [lambda one=one, trains=trains: step(one, trains) for one in (theirs, ours, theirs)]
-            found[f"{name}, device"] = medians_ms(runs, device)
-            found[f"{name}, waited"] = _waited_ms(runs, device)
+            runs = [lambda one=one, trains=trains: step(one, trains) for one in (theirs, ours, theirs, last)]
+            *found[f"{name}, device"], of_form = medians_ms(runs, device)
+            found[f"{name}, waited"] = _waited_ms(runs[:3], device)
+            found[f"{name}, last"] = [of_form, found[f"{name}, device"][1], of_form]
     return found
 
 
