@@ -28,10 +28,9 @@ _HERE = "cpu, cuda or cuda:1 (default: cuda where there is one)"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit status: 1 if a result was wrong or a kernel did not compile.
+    """Run the command line, of this process if ``argv`` is None, and return its exit status.
 
-    Args:
-        argv: the arguments, ``sys.argv[1:]`` if None.
+    It is 1 if a result was wrong or a kernel did not compile.
     """
     arguments = _parser().parse_args(argv)
     try:

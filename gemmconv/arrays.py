@@ -31,11 +31,7 @@ def are_foreign(first: object, *others: object) -> bool:
 
 
 def call(function: Callable[..., Any], arrays: dict[str, Any], *arguments: Any, **options: Any) -> Any:
-    """Call a public function whose tensor arguments :func:`are_foreign`.
-
-    Args:
-        function: it takes the arrays, by position, then the other arguments.
-        arrays: its tensor arguments by name.
+    """Call a public function whose tensor arguments, its first ones, :func:`are_foreign`; ``arrays`` has their names.
 
     Returns:
         An array of the first array's library, on its device, that shares the memory of the result; or the value that

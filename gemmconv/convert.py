@@ -105,10 +105,8 @@ def convert(
     lines = _lines(model)
     count = sum(line.is_converted for line in lines)
     text = f"convert: {count} of {len(lines)} transposed convolutions are computed by gemmconv"
-    log.log(
-        logging.INFO if count else logging.WARNING,
-        text + ("; gemmconv.report(model) says why" if count < len(lines) else ""),
-    )
+    why = "; gemmconv.report(model) says why" if count < len(lines) else ""
+    log.log(logging.INFO if count else logging.WARNING, text + why)
     return model
 
 
@@ -138,7 +136,7 @@ def converted(model: Model, **settings: Any) -> Iterator[Model]:
     """Convert a model inside a ``with`` block; see :func:`convert`. Layers that were converted before stay so."""
     validation.model("converted", model)
     layers = [one for one in model.modules() if isinstance(one, tuple(OURS))]
-    before = {one: {name: one.__dict__.get(name) for name in _SETTINGS} if _own_class(one) else None for one in layers}
+    before = {one: {name: getattr(one, name) for name in _SETTINGS} if _own_class(one) else None for one in layers}
     try:
         yield convert(model, **settings)
     finally:
@@ -146,7 +144,7 @@ def converted(model: Model, **settings: Any) -> Iterator[Model]:
             if old is None:
                 revert(module)
             else:
-                convert(module, **{name: value for name, value in old.items() if value is not None})
+                convert(module, **old)
 
 
 def report(model: nn.Module) -> Report:

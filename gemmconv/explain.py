@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gemmconv import tuned, validation
+from gemmconv import selection, tuned, validation
 from gemmconv.algorithms import ALGORITHMS, Algorithm
 from gemmconv.device import named
 from gemmconv.geometry import Problem
@@ -22,21 +22,12 @@ from gemmconv.ops import volumes
 from gemmconv.ops.autocast import current_dtype
 from gemmconv.ops.volumes import Volume
 from gemmconv.rank import choose_way, image_problems
-from gemmconv.selection import (
-    BY_NAME,
-    MICROSECONDS,
-    NAMES,
-    NATIVE,
-    choose,
-    choose_gradients,
-    current_config,
-    preference,
-)
+from gemmconv.selection import BY_NAME, MICROSECONDS, NAMES, NATIVE
 from gemmconv.warmup import preserve_state, recording
 
 Compilations = tuple[tuple[str, tuple[tuple[str, str | int], ...]], ...]  # sources with their sorted macros
 
-_LAYERS = nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d
+_LAYERS = tuple(RANKS)
 _MOST_STEPS = 12  # most steps of a program that a report lists
 _PASSES = {"forward": "forward", "input_grad": "gradient of the input", "weight_grad": "gradient of the weight"}
 
@@ -248,20 +239,19 @@ def explain_problem(
         raise ValueError(f"explain: direction must be one of {', '.join(_PASSES)}, got {direction!r}")
     where = validation.place("explain", "cuda" if gpu is not None else device)
     settings = precision, workspace_limit, memory_format, bias, algorithm
-    config = current_config(problem, dtype, where, *settings, spec=None if gpu is None else named(gpu))
-    chosen = choose(config, algorithm, "explain", direction)
-    gradients = choose_gradients(config, config, algorithm, "explain")
+    config = selection.current_config(problem, dtype, where, *settings, spec=None if gpu is None else named(gpu))
+    chosen = selection.choose(config, algorithm, "explain", direction)
+    gradients = selection.choose_gradients(config, config, algorithm, "explain")
     reasons, entry = {}, tuned.entry_of(config, direction)
-    for candidate, rule in preference(config, direction):
-        refusal = candidate.why_not(config)
-        if refusal:
+    for candidate, rule in selection.preference(config, direction):
+        if (refusal := candidate.why_not(config)) is not None:
             reasons[candidate.name] = f"cannot serve it: {refusal}"
-        else:
-            if entry is not None and candidate.name in entry.microseconds:
-                rule = f"measured: {entry.microseconds[candidate.name]:,.1f} us with {list(entry.size)}; {rule}"
-            if candidate is NATIVE and where.type == "cuda":
-                rule += "; cuDNN's deterministic kernels" if config.deterministic else "; torch's own settings"
-            reasons[candidate.name] = f"asked for; {rule}" if candidate is chosen and algorithm != "auto" else rule
+            continue
+        if entry is not None and candidate.name in entry.microseconds:
+            rule = f"measured: {entry.microseconds[candidate.name]:,.1f} us with {list(entry.size)}; {rule}"
+        if candidate is NATIVE and where.type == "cuda":
+            rule += "; cuDNN's deterministic kernels" if config.deterministic else "; torch's own settings"
+        reasons[candidate.name] = f"asked for; {rule}" if candidate is chosen and algorithm != "auto" else rule
     made = chosen.choice(config, direction)
     assert made is not None
     program = made.program(config, direction) if where.type == "cuda" else None

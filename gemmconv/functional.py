@@ -79,8 +79,9 @@ def conv_transpose2d(
             return call(input, weight, bias)
     # Arrays of other libraries: this function again, on tensors that share their memory.
     if not are_plain and arrays.are_foreign(input, weight, bias):
-        tensors, named = {"input": input, "weight": weight, "bias": bias}, ("algorithm", "precision", "workspace_limit")
-        return arrays.call(conv_transpose2d, tensors, *given[:5], **dict(zip(named, options, strict=True)))
+        tensors = {"input": input, "weight": weight, "bias": bias}
+        named: Any = {"algorithm": algorithm, "precision": precision, "workspace_limit": workspace_limit}
+        return arrays.call(conv_transpose2d, tensors, *given[:5], **named)
     # Types and values. Whether shapes fit together is checked by the operator, or where a call is prepared.
     validation.tensor(where, "input", input)
     validation.tensor(where, "weight", weight)

@@ -19,7 +19,7 @@ from gemmconv import selection, tuned, validation
 from gemmconv.algorithms import ALGORITHMS
 from gemmconv.compare.timing import cuda_rounds, medians_ms
 from gemmconv.explain import compilations_of
-from gemmconv.kernels.base import Choice, Config, Direction, Pass, strides_of
+from gemmconv.kernels.base import PASSES, Choice, Config, Direction, Pass, Precision, strides_of
 from gemmconv.module import ConvTranspose1d, ConvTranspose2d, ConvTranspose3d
 from gemmconv.ops.autocast import current_dtype
 from gemmconv.ops.configs import Convention, config_of
@@ -38,15 +38,7 @@ _ROUNDS, _CALLS = 9, 20  # samples of a candidate; calls in a row when the host'
 
 Run = Callable[[], object]
 NamedChoice = tuple[str, Choice]  # an algorithm's name, and a kernel and tile of it
-
-
-@dataclass(frozen=True)
-class _OfVolumes:
-    """A call of a layer of volumes: its sizes and kinds, whether it has a bias, and its options."""
-
-    volume: Volume
-    bias: bool
-    options: tuple[tuple[str, Any], ...]
+VolumeCall = tuple[Volume, bool, Precision | None]  # a call on volumes, whether it has a bias, and its precision
 
 
 @dataclass(frozen=True)
@@ -57,12 +49,14 @@ class _Candidate:
         name: the algorithm or way, by which times are reported.
         is_torchs: whether it is torch's operator, by whose time on the device others are limited.
         prepare: makes the call to be timed.
+        operands: the arguments of this call.
         taken: the fields of the entry by which ``auto`` takes it.
     """
 
     name: str
     is_torchs: bool
-    prepare: Callable[[], Run]
+    prepare: Callable[[], Callable[..., object]]
+    operands: Sequence[Any]
     taken: dict[str, Any]
 
 
@@ -109,17 +103,17 @@ def tune(model: nn.Module, *example_inputs: Any, backward: bool = True, path: st
         else:
             measure(config, direction, _kernels(config, direction, choices[config, direction]))
     for call, direction in of_volumes:
-        measure(call.volume.config(), direction, _ways(call, direction))
+        measure(call[0].config(), direction, _ways(*call, direction))
     tuned.write(where, found)
     return found
 
 
 def _steps_of(
     model: nn.Module, inputs: Any, backward: bool
-) -> tuple[dict[tuple[Config, Pass], None], dict[tuple[_OfVolumes, Pass], None]]:
+) -> tuple[dict[tuple[Config, Pass], None], dict[tuple[VolumeCall, Pass], None]]:
     """The distinct passes of a model's layers, and those of its volumes, recorded in one step of the model."""
     found: dict[tuple[Config, Pass], None] = {}
-    of_volumes: dict[tuple[_OfVolumes, Pass], None] = {}
+    of_volumes: dict[tuple[VolumeCall, Pass], None] = {}
 
     def record(layer: Any, arguments: tuple[Tensor, ...], named: dict[str, Any]) -> None:
         input, weight = arguments[0] if arguments else named["input"], layer.weight
@@ -127,7 +121,7 @@ def _steps_of(
             return  # output_padding is not the layer's own, or the batch is empty
         dtype, of_weight = current_dtype(input), backward and weight.requires_grad
         if isinstance(layer, ConvTranspose3d):
-            call = _call_of_volumes(layer, input, dtype)
+            call = _volume_of(layer, input, dtype), layer.bias is not None, layer.precision
             of_volumes[call, "forward"] = None
             if of_weight:
                 of_volumes[call, "grads"] = None
@@ -142,13 +136,8 @@ def _steps_of(
         config = config_of(problem, tensors[0], tensors[1], options, layer.bias is not None)
         config = replace(config, trained=of_weight and input.is_cpu)
         of_input = backward and input.requires_grad
-        passes: dict[Pass, bool] = {
-            "forward": True,
-            "input_grad": of_input,
-            "weight_grad": of_weight,
-            "grads": of_input and of_weight,
-        }
-        found.update({(config, one): None for one, is_needed in passes.items() if is_needed})
+        needed = True, of_input, of_weight, of_input and of_weight
+        found.update({(config, one): None for one, is_needed in zip(PASSES, needed, strict=True) if is_needed})
 
     layers = [one for one in model.modules() if isinstance(one, ConvTranspose1d | ConvTranspose2d | ConvTranspose3d)]
     with trial(model, inputs, backward), recording(layers, record):
@@ -156,16 +145,14 @@ def _steps_of(
     return found, of_volumes
 
 
-def _call_of_volumes(layer: ConvTranspose3d, input: Tensor, dtype: torch.dtype) -> _OfVolumes:
-    """The call of a volume's layer; ``dtype`` is what autocast makes of the input."""
+def _volume_of(layer: ConvTranspose3d, input: Tensor, dtype: torch.dtype) -> Volume:
+    """The call of a layer on volumes, without its data; ``dtype`` is what autocast makes of the input."""
     input = input if input.dim() == 5 else input.unsqueeze(0)
     geometry: Any = layer.stride, layer.padding, layer.output_padding, layer.groups, layer.dilation
     problem = validation.problem("tune", input.shape, layer.weight.shape, *geometry)
     precision = layer.precision or selection.torch_precision(dtype, input.device)
     last = is_channels_last(input) or is_channels_last(layer.weight)
-    volume = Volume(problem, dtype, input.device, precision, last)
-    options = tuple((name, getattr(layer, name)) for name in ("algorithm", "precision", "workspace_limit"))
-    return _OfVolumes(volume, layer.bias is not None, options)
+    return Volume(problem, dtype, input.device, precision, last, layer.workspace_limit)
 
 
 def _choices(config: Config, direction: Direction) -> list[NamedChoice]:
@@ -227,13 +214,10 @@ def _operands(config: Config, direction: Pass) -> list[Any]:
 def _kernels(config: Config, direction: Direction, choices: Sequence[NamedChoice]) -> Iterator[_Candidate]:
     """The candidates of a layer's pass: a kernel and a tile each."""
     operands = _operands(config, direction)
-
-    def prepare(choice: Choice) -> Run:
-        return partial(choice.kernel.prepare(config, direction, choice.tile), *operands)
-
     for name, choice in choices:
+        prepare = partial(choice.kernel.prepare, config, direction, choice.tile)
         taken = {"algorithms": (name,), "kernel": choice.kernel.name, "tile": choice.tile_text}
-        yield _Candidate(name, name == "native", partial(prepare, choice), taken)
+        yield _Candidate(name, name == "native", prepare, operands, taken)
 
 
 def _pairs_of_algorithms(config: Config) -> Iterator[_Candidate]:
@@ -250,34 +234,33 @@ def _pairs_of_algorithms(config: Config) -> Iterator[_Candidate]:
         ),
     ]
     operands = _operands(config, "grads")
-
-    def prepare(pair: selection.Gradients) -> Run:
-        return partial(prepare_gradients(pair, config, config, tuple(operands), Convention()), *operands)
-
     for pair in dict.fromkeys(pairs):
+        prepare = partial(prepare_gradients, pair, config, config, tuple(operands), Convention())
         names = pair.input_grad.name, pair.weight_grad.name
         how = {"share": pair.share, "at_once": pair.at_once, "turned": pair.via_channels_last}
         taken = {"algorithms": names, "how": how}
-        yield _Candidate("+".join(dict.fromkeys(names)), pair == torchs, partial(prepare, pair), taken)
+        yield _Candidate("+".join(dict.fromkeys(names)), pair == torchs, prepare, operands, taken)
 
 
-def _ways(call: _OfVolumes, direction: Pass) -> Iterator[_Candidate]:
+def _ways(volume: Volume, has_bias: bool, precision: Precision | None, direction: Pass) -> Iterator[_Candidate]:
     """The candidates of a volume: its ways, without gradients, or for ``"grads"`` in a whole training step."""
-    volume, p, is_step = call.volume, call.volume.problem, direction == "grads"
+    p, is_step = volume.problem, direction == "grads"
     kind: dict[str, Any] = {"dtype": volume.dtype, "device": volume.device, "requires_grad": is_step}
     input, weight = (torch.randn(shape, **kind) for shape in (p.input_shape, p.weight_shape))
-    bias = torch.randn(p.out_channels, **kind) if call.bias else None
+    bias = torch.randn(p.out_channels, **kind) if has_bias else None
     if volume.last:
         input = input.detach().contiguous(memory_format=torch.channels_last_3d).requires_grad_(is_step)
-    leaves = [one for one in (input, weight, bias) if one is not None]
+    tensors = input, weight, bias
+    leaves = [one for one in tensors if one is not None]
+    options: Any = {"algorithm": "auto", "precision": precision, "workspace_limit": volume.workspace_limit}
 
     def prepare(way: Way) -> Run:
         with torch.set_grad_enabled(is_step):
-            prepared = prepare_volume(way, (input, weight, bias), volume, dict(call.options))
+            prepared = prepare_volume(way, tensors, volume, options)
 
         def run() -> None:
             with torch.set_grad_enabled(is_step):
-                output = prepared(input, weight, bias)
+                output = prepared(*tensors)
                 if is_step:
                     torch.autograd.grad(output.sum(), leaves)
 
@@ -287,9 +270,8 @@ def _ways(call: _OfVolumes, direction: Pass) -> Iterator[_Candidate]:
     own_gradients = is_step and gradients_are_ours(volume.config(), (True, True, False))
     if not volume.last and (own_gradients or program_of(volume.config()) is not None):
         ways.append("product")
-    precision = dict(call.options)["precision"]
     for way in dict.fromkeys(settled(one, volume, precision, is_step) for one in ways):
-        yield _Candidate(way, way == "torch", partial(prepare, way), {"algorithms": (way,)})
+        yield _Candidate(way, way == "torch", partial(prepare, way), (), {"algorithms": (way,)})
 
 
 def _measure(config: Config, direction: Pass, candidates: Iterable[_Candidate]) -> list[Entry]:
@@ -300,7 +282,7 @@ def _measure(config: Config, direction: Pass, candidates: Iterable[_Candidate]) 
     able, runs = [], []
     for one in candidates:
         try:
-            run = one.prepare()
+            run = partial(one.prepare(), *one.operands)
             run()
         except (RuntimeError, NotImplementedError) as error:
             tuned.log.info("tune leaves out %s %s of %s: %s", one.name, one.taken, config.problem, error)

@@ -166,9 +166,7 @@ def default_path() -> Path:
 def read(path: Path) -> list[Entry]:
     """The entries of a file; those of another version of gemmconv are left out, with a line in the log.
 
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: :func:`gemmconv.tune` did not write it.
+    Raises OSError if the file cannot be read, and ValueError if :func:`gemmconv.tune` did not write it.
     """
     try:
         content = json.loads(path.read_text())

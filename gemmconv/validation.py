@@ -128,10 +128,7 @@ def tensor(where: str, argument: str, value: object) -> None:
 
 
 def choice(where: str, algorithm: str, algorithms: Sequence[str], precision: str | None, limit: int | None) -> None:
-    """Raise ValueError for an unknown algorithm or precision or a limit below 1 byte, TypeError for a limit of a kind.
-
-    The limit is that of the workspace; None is the default.
-    """
+    """Raise ValueError for an unknown algorithm or precision, or a limit below 1 byte; TypeError if it is no int."""
     if algorithm != "auto" and algorithm not in algorithms:
         fail(ValueError, where, "algorithm", f"be one of auto, {', '.join(algorithms)}", repr(algorithm))
     if precision is not None and precision not in PRECISIONS:
@@ -162,7 +159,7 @@ def same_kind(
     tensors: Sequence[tuple[str, torch.Tensor | None]],
     dtype_of: Callable[[torch.Tensor], torch.dtype] = operator.attrgetter("dtype"),
 ) -> None:
-    """Raise RuntimeError for mixed dtypes or devices, and NotImplementedError if the first dtype is of integers.
+    """Raise RuntimeError for mixed dtypes or devices, or NotImplementedError if the first tensor has integers or bools.
 
     ``dtype_of`` gives the dtype that counts, such as the one that autocast makes of a tensor's.
     """
@@ -345,7 +342,7 @@ def fold_geometry(
 
 
 def fold_columns(where: str, columns_shape: Sequence[int], kernel_size: Pair) -> tuple[int, int]:
-    """``(N, C)`` of columns ``[N, C*K_h*K_w, L]``; raises RuntimeError for any others."""
+    """``(N, C)`` of columns ``[N, C*K_h*K_w, L]``; raises RuntimeError if the kernel's size does not divide them so."""
     taps, named = math.prod(kernel_size), _KERNELS[len(kernel_size)].replace(", ", "*")
     if len(columns_shape) != 3:
         rule = f"have shape [N, C*{named}, L] or [C*{named}, L]"
@@ -431,9 +428,9 @@ def output_padding_for(
     padding: Pair,
     dilation: Pair,
 ) -> tuple[int, ...]:
-    """The output_padding with which an input ``[N, C_in, H, W]`` or ``[C_in, H, W]`` gives an ``output_size``.
+    """The output_padding with which an input ``[N, C_in, H, W]`` or ``[C_in, H, W]`` gives an output of a size.
 
-    This is ``[H_out, W_out]``, or the output's whole shape, whose other extents are ignored.
+    ``output_size`` is ``[H_out, W_out]``, or the output's whole shape, whose other extents are ignored.
 
     Raises:
         TypeError: output_size is no sequence.

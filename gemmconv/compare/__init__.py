@@ -15,11 +15,7 @@ _DEMO_MODULES = ("rich", "matplotlib", "PIL")
 
 
 def require_demo_extra() -> None:
-    """Check that the packages of the extra ``demo`` are installed.
-
-    Raises:
-        ModuleNotFoundError: one of them is missing; the message names the extra.
-    """
+    """Raise ModuleNotFoundError if a package of the extra ``demo`` is not installed; the message names the extra."""
     missing = [name for name in _DEMO_MODULES if find_spec(name) is None]
     if missing:
         raise ModuleNotFoundError(f"the comparison needs {', '.join(missing)}; run: pip install 'gemmconv[demo]'")

@@ -87,13 +87,10 @@ DEMO_LAYERS = (
 def shrink(layer: Layer, flops: int = CPU_FLOPS, traffic: int = CPU_BYTES) -> Layer:
     """The largest smaller form of a layer that stays within both limits.
 
-    The batch is halved down to 1 first, then the longer side of the image, again and again. Channels, kernel, stride,
-    padding, dilation and groups stay. A layer within the limits comes back as it is.
-
-    Args:
-        layer: the layer as asked for.
-        flops: limit on the useful floating-point operations of one forward pass.
-        traffic: limit on input, weight and output together, bytes at 4 bytes an element.
+    ``flops`` limits the useful floating-point operations of one forward pass; ``traffic`` limits input, weight and
+    output together, in bytes at 4 bytes an element. The batch is halved down to 1 first, then the longer side of the
+    image, again and again. Channels, kernel, stride, padding, dilation and groups stay. A layer within the limits comes
+    back as it is.
 
     >>> shrink(DEMO_LAYERS[0]).shrink_note()
     'batch 64 -> 1, image 128x256 -> 32x64'
@@ -115,8 +112,7 @@ def shrink(layer: Layer, flops: int = CPU_FLOPS, traffic: int = CPU_BYTES) -> La
 def pick_device(text: str | None) -> torch.device:
     """The device of a flag ``--device``; None means the current CUDA device, or the CPU where there is none.
 
-    Raises:
-        ValueError: there is no such device.
+    Raises ValueError if there is no such device.
     """
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if text is None:
@@ -195,11 +191,7 @@ def add_layer_arguments(parser: argparse.ArgumentParser, by_size: bool = False) 
 
 
 def checked_problem(made: Problem) -> Problem:
-    """The geometry of a layer as it is, after the checks that a call makes.
-
-    Raises:
-        ValueError: its values do not fit together.
-    """
+    """The geometry of a layer as it is; raises ValueError if a call would find that its values do not fit together."""
     try:
         return validation.made_problem("layer", made, torch.float32)
     except (TypeError, RuntimeError) as error:
@@ -209,8 +201,7 @@ def checked_problem(made: Problem) -> Problem:
 def layer_from_arguments(arguments: argparse.Namespace) -> Layer:
     """The layer that the flags of :func:`add_layer_arguments` describe.
 
-    Raises:
-        ValueError: the values do not fit together; the message says which.
+    Raises ValueError if the values do not fit together; the message says which.
     """
     a = arguments
     batch, *size = a.size if "size" in a else (a.batch, a.height, a.width)

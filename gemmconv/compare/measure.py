@@ -145,9 +145,8 @@ def measure_layer(
     with the same cuDNN kernels. On Hopper ``auto`` has torch's operator take deterministic ones.
 
     Args:
-        layer: the layer, at the size to measure.
+        layer, dtype: the layer, at the size to measure, and the element type of its tensors.
         device: where to run; a CUDA device carries its index.
-        dtype: element type of input and parameters.
         precision: rounding of float32 products; None for torch's setting.
         step: called with the name of each step as it begins, ``steps_per_layer()`` times.
 
@@ -178,20 +177,15 @@ def measure_layer(
             gradient_bar = max(bar, 2 * rows[0].gradient_error)
         for name, passes in ((AUTO, taken), *((a.name, (a, a, a)) for a in ALGORITHMS)):
             step(name)
-            row = Row(
-                layer,
-                name,
-                config.precision,
-                chosen=name == taken[0].name,
-                taken=tuple(algorithm.name for algorithm in taken) if name == AUTO else (),
-                skipped=passes[0].why_not(config),
-                bar=bar,
-                gradient_bar=gradient_bar,
-            )
-            if row.skipped is None:
-                modules[name] = module_of(layer.problem, data.weight, data.bias, name, precision)
-                row = _check(replace(row, workspace_bytes=_workspace_bytes(passes, config)), modules[name], data)
-            rows.append(row)
+            row = Row(layer, name, config.precision, chosen=name == taken[0].name, bar=bar, gradient_bar=gradient_bar)
+            if name == AUTO:
+                row = replace(row, taken=tuple(algorithm.name for algorithm in taken))
+            if (reason := passes[0].why_not(config)) is not None:
+                rows.append(replace(row, skipped=reason))
+                continue
+            modules[name] = module_of(layer.problem, data.weight, data.bias, name, precision)
+            row = replace(row, workspace_bytes=_workspace_bytes(passes, config))
+            rows.append(_check(row, modules[name], data))
         return _with_times(rows, modules, data, device, step)
 
 
@@ -254,8 +248,7 @@ def module_of(
 
 def _forward(module: torch.nn.ConvTranspose2d, data: _Data) -> torch.Tensor:
     with torch.no_grad():
-        output: torch.Tensor = module(data.x)
-    return output
+        return module(data.x)
 
 
 def _both(module: torch.nn.ConvTranspose2d, data: _Data, grad_output: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -288,25 +281,16 @@ def _with_times(
 
         return dict(zip(right, medians_ms([partial(timed, name) for name in right], device), strict=True))
 
-    step("forward times")
-    forward = medians(_forward, data)
-    step("forward and backward times")
-    both = medians(_both, data, data.grad_output)
-
     def ratio(times: dict[str, float], row: Row) -> float | None:
-        comparable = row is not rows[0] and row.precision == rows[0].precision
+        comparable = row.algorithm != BASELINE and row.precision == rows[0].precision
         return times[BASELINE] / times[row.algorithm] if comparable and {BASELINE, row.algorithm} <= {*times} else None
 
-    return [
-        replace(
-            row,
-            forward_ms=forward.get(row.algorithm),
-            both_ms=both.get(row.algorithm),
-            forward_ratio=ratio(forward, row),
-            both_ratio=ratio(both, row),
-        )
-        for row in rows
-    ]
+    step("forward times")
+    times = medians(_forward, data)
+    rows = [replace(row, forward_ms=times.get(row.algorithm), forward_ratio=ratio(times, row)) for row in rows]
+    step("forward and backward times")
+    times = medians(_both, data, data.grad_output)
+    return [replace(row, both_ms=times.get(row.algorithm), both_ratio=ratio(times, row)) for row in rows]
 
 
 def _workspace_bytes(passes: Sequence[Algorithm], config: Config) -> int | None:

@@ -25,16 +25,10 @@ def _planes() -> NDArray[np.uint8]:
 
 
 def windows(shape: tuple[int, int, int, int]) -> torch.Tensor:
-    """Cut an input of the given shape out of the photograph.
+    """Cut an input ``(N, C, H, W)`` out of the photograph: contiguous float32 on the CPU, of mean 0 and variance 1.
 
     Every channel of every image is a window of its own: colour plane, flip and offset change from one to the
     next, always in the same way. Images larger than the photograph (600x512) continue it by reflection.
-
-    Args:
-        shape: ``(N, C, H, W)``.
-
-    Returns:
-        float32 tensor on the CPU, contiguous, with zero mean and unit variance.
 
     >>> windows((2, 3, 64, 64)).shape
     torch.Size([2, 3, 64, 64])

@@ -153,10 +153,7 @@ def as_json(results: Sequence[Sequence[Row]], device: torch.device, dtype: torch
 def chart(results: Sequence[Sequence[Row]], path: Path, heading: str) -> None:
     """Draw the speed of all layers relative to torch: one panel for the forward pass, one with the backward pass.
 
-    Args:
-        results: for each layer its rows.
-        path: the PNG file to write.
-        heading: where and how the times were measured.
+    ``path`` is the PNG file to write; ``heading`` says where and how the times were measured.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -36,10 +36,6 @@ def medians_ms(runs: Sequence[Run], device: torch.device) -> list[float]:
     is that of the device, between two events, with the L2 cache overwritten before the first, after a rest as long as
     the run itself, 10 ms at most.
 
-    Args:
-        runs: what to time.
-        device: where they do their work.
-
     >>> medians_ms([lambda: None], torch.device("cpu"))[0] < 1
     True
     """
@@ -72,17 +68,11 @@ def _cpu_rounds(runs: Sequence[Run]) -> list[list[float]]:
 
 
 def cuda_rounds(
-    runs: Sequence[Run],
-    device: torch.device,
-    count: int,
-    estimates_ms: Sequence[float] = (),
+    runs: Sequence[Run], device: torch.device, count: int, estimates_ms: Sequence[float] = ()
 ) -> list[list[float]]:
     """Samples of device time for each run, in milliseconds: ``count`` rounds, the L2 cache overwritten before each run.
 
-    Args:
-        runs, device: as :func:`medians_ms`.
-        count: number of rounds; every one is returned.
-        estimates_ms: of each run, which the device rests for before it, 10 ms at most; none where it is not known.
+    Before each run the device rests for as long as it is estimated to take, 10 ms at most; not without an estimate.
     """
     pairs: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in runs]
     with torch.cuda.device(device):
