@@ -6,7 +6,6 @@ Tensor subclasses are served by the protocol of torch's own functions, torch.ove
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,12 +13,12 @@ import torch
 from torch import Tensor
 
 from gemmconv import arrays, ops, validation
+from gemmconv.algorithms import fold
 from gemmconv.dispatch import are_for_torch, is_for_torch
 from gemmconv.kernels.base import Precision
 from gemmconv.kernels.columns.cpu import is_few_outputs
 from gemmconv.ops import call_cache, plain
 from gemmconv.ops import compiled as compiled  # registers the operators' lowerings for torch.compile
-from gemmconv.ops.schemas import Window, col2im_problem, im2col_problem
 from gemmconv.selection import NAMES, rounds_as_asked
 
 IntOrPair = int | Sequence[int]
@@ -168,16 +167,10 @@ def im2col(
     window = _window("im2col", rank, kernel_size, dilation, padding, stride)
     if input.dim() == rank + 1:
         return im2col(input.unsqueeze(0), *window).squeeze(0)
-    if rank != 2:
-        p, (high, deep, within) = im2col_problem(input, Window(*window)), _windows_of_images(window)
-        if rank == 1:
-            return im2col(input.unsqueeze(-2), *high)
-        depth, taps = p.input_size[0], math.prod(p.kernel_size[1:])
-        lines = im2col(input.flatten(3), *deep)  # [N, C*K_d, D_w*H*W], D_w the depths of windows
-        slices = im2col(lines.reshape(p.batch, lines.shape[1] * depth, *input.shape[3:]), *within)
-        return slices.unflatten(1, (-1, depth, taps)).transpose(2, 3).reshape(p.batch, p.gemm_m, p.gemm_n)
+    if rank == 1:
+        return im2col(input.unsqueeze(-2), *_of_height_1(window))
     if is_for_torch() or torch.onnx.is_in_onnx_export():
-        return torch.nn.functional.unfold(input, *window)
+        return fold.unfold(input, *window)
     return ops.im2col(input, *window)
 
 
@@ -192,7 +185,7 @@ def col2im(
     """Signals, images or volumes of summed sliding windows, the transpose of ``im2col``; see torch.nn.functional.fold.
 
     An ``output_size`` of one or three elements asks for signals or volumes; an int is for images. 16-bit columns are
-    summed in float32 and rounded once, those of volumes once within a slice and once more between slices.
+    summed in float32 and rounded once, on a CPU those of volumes once more between slices.
 
     Args:
         columns: ``[N, C*K, L]`` or ``[C*K, L]``, floating-point, K the product of kernel_size.
@@ -219,17 +212,10 @@ def col2im(
     window = _window("col2im", rank, kernel_size, dilation, padding, stride)
     if columns.dim() == 2:
         return col2im(columns.unsqueeze(0), size, *window).squeeze(0)
-    if rank != 2:
-        p, (high, deep, within) = col2im_problem(columns, size, Window(*window)), _windows_of_images(window)
-        if rank == 1:
-            return col2im(columns, (1, *size), *high).squeeze(-2)
-        depth, taps, plane = p.input_size[0], math.prod(p.kernel_size[1:]), math.prod(size[1:])
-        slices = columns.unflatten(2, (depth, -1)).unflatten(1, (-1, taps)).transpose(2, 3)
-        slices = col2im(slices.reshape(p.batch, p.gemm_m * depth, p.gemm_n // depth), size[1:], *within)
-        lines = slices.reshape(p.batch, p.gemm_m // taps, depth * plane)  # [N, C*K_d, D_w*H*W]
-        return col2im(lines, (size[0], plane), *deep).unflatten(3, size[1:])
+    if rank == 1:
+        return col2im(columns, (1, *size), *_of_height_1(window)).squeeze(-2)
     if is_for_torch() or torch.onnx.is_in_onnx_export():
-        return torch.nn.functional.fold(columns, size, *window)
+        return fold.fold(columns, size, *window)
     return ops.col2im(columns, size, *window)
 
 
@@ -239,11 +225,6 @@ def _window(where: str, rank: int, *given: IntOrPair) -> tuple[Any, ...]:
     return tuple([validation.extents(where, name, value, rank) for name, value in zip(names, given, strict=True)])
 
 
-def _windows_of_images(window: tuple[Any, ...]) -> tuple[list[Any], list[Any], list[Any]]:
-    """A window of signals as one for images of height 1, and a window of volumes as two: along the depth, in a slice.
-
-    im2col unfolds a volume as an image ``[D, H*W]`` first, then each slice ``[H, W]`` of the result. One copy brings
-    ``[C*K_d, D_w, K_h*K_w]`` to ``[C*K_d, K_h*K_w, D_w]``, D_w windows along the depth. col2im does this in reverse.
-    """
-    pairs = list(zip((1, 1, 0, 1), window, strict=True))  # along an axis that has one tap
-    return [(one, *of) for one, of in pairs], [(of[0], one) for one, of in pairs], [of[1:] for of in window]
+def _of_height_1(window: tuple[Any, ...]) -> list[tuple[int, int]]:
+    """A window of signals as one of images of height 1."""
+    return [(one, *of) for one, of in zip((1, 1, 0, 1), window, strict=True)]
