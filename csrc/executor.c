@@ -88,10 +88,9 @@ static failure_t run_product(const program_t* program, const step_t* step, void*
 
 failure_t run_steps(const program_t* program, void* stream, void* blas, const uint64_t* addresses) {
     failure_t failure = {0};
-    if (blas && program->set_math_mode) {
+    if (blas && program->set_math_mode)
         failure = (failure_t){"cublasSetMathMode failed", NULL,
                               program->set_math_mode(blas, kDisallowReducedPrecisionReduction), 1};
-    }
     for (int i = 0; i < program->step_count && !failure.status; ++i) {
         const step_t* step = &program->steps[i];
         if (step->kind == kLaunch) {

@@ -131,13 +131,9 @@ __device__ __forceinline__ void find_pixels(const gemm_mma_params& p, const bloc
 
 /* Neighbouring channels of a pixel as they lie in the patch: rounded already, except in two parts. */
 __device__ __forceinline__ unit_t as_unit(const ELEMENT_T (&values)[kElements]) {
+    if (!SPLIT) return pack_unit<1>(values).part[0];
     unit_t unit;
-#if SPLIT
-    #pragma unroll
-    for (int i = 0; i < 4; ++i) unit.word[i] = __float_as_uint(values[i]);
-#else
-    unit = pack_unit<1>(values).part[0];
-#endif
+    as_words<4>(unit.word, values);
     return unit;
 }
 
@@ -233,7 +229,7 @@ __device__ __forceinline__ void multiply(
         for (int step = 0; step < kSteps; ++step) {
             a_words_t left[kParts];
             unsigned (&word)[4] = left[0].value;
-            load_matrices(word[0], word[1], word[2], word[3], rows[m] + offset + step * 32);
+            load_matrices(word, rows[m] + offset + step * 32);
             #pragma unroll
             for (int i = 0; i < 4; ++i)
                 if (SPLIT || COPY_BYTES > 0) word[i] = rounded<kParts, ELEMENT_T>(word[i], left[kParts - 1].value[i]);

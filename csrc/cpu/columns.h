@@ -62,8 +62,7 @@ TARGET static void im2col_tap(void* context, i64 item, int worker) {
 TARGET static void col2im(const layer_t* p, const void* columns, const void* bias, void* image, i64 ring,
                           const i64* rows, int threads) {
     columns_call_t call = {p, columns, bias, image, ring, rows};
-    const size_t itemsize = p->kind ? 2 : sizeof(real);
-    if (!rows[0]) advise_huge_pages(image, (size_t)(p->c_out * p->out[0] * p->out[1]) * itemsize);
+    if (!rows[0]) advise_huge_pages(image, (size_t)(p->c_out * p->out[0] * p->out[1]) * (p->kind ? 2 : sizeof(real)));
     parallel_for(p->c_out * CEIL_DIV(rows[1] - rows[0], kItemRows), threads, col2im_rows, &call);
 }
 

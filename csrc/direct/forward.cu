@@ -272,7 +272,7 @@ __device__ __forceinline__ ELEMENT_T output_of(const sums_t& sum, const biases_t
 
 #if !CHANNELS_LAST || WHOLE_PIXELS
 /* Store what the threads of a warp own, lines of cell rows. */
-__device__ __forceinline__ void store_lines(
+__device__ __forceinline__ void store_sums(
     const direct_forward_params& p, const tile_t& tile, const sums_t& sum, const biases_t& bias, int first_phase) {
     constexpr int kDepth = WHOLE_PIXELS ? TILE_OUT : 1;  // channels of a pixel that are neighbours in memory
     constexpr int kStageBytes = SHARED_BYTES / (kPartThreads / 32) / 16 * 16;  // of a warp
@@ -299,7 +299,7 @@ __device__ __forceinline__ void store_lines(
 
 #else
 /* Store the channels of the pixels that a warp's threads own, a pixel by itself. */
-__device__ __forceinline__ void store_pixels(
+__device__ __forceinline__ void store_sums(
     const direct_forward_params& p, const tile_t& tile, const sums_t& sum, const biases_t& bias, int first_phase) {
     constexpr int kStageBytes = SHARED_BYTES / (kPartThreads / 32) / 16 * 16;  // of a warp
     const int warp = threadIdx.x / 32;
@@ -320,7 +320,6 @@ __device__ __forceinline__ void store_pixels(
 #endif
 
 __device__ __forceinline__ void direct_block(const direct_forward_params& p) {
-    // Index decode.
     const int tile_index = blockIdx.x / kOutTiles;
     const tile_t tile = {static_cast<int>(blockIdx.y + gridDim.y * blockIdx.z) * TILE_PLANES,
                          static_cast<int>(blockIdx.x % kOutTiles) * TILE_OUT, tile_index / p.tiles_w * TILE_H,
@@ -344,13 +343,11 @@ __device__ __forceinline__ void direct_block(const direct_forward_params& p) {
 
         #pragma unroll 1
         for (int first_in = 0; first_in < IN_CHANNELS; first_in += TILE_IN) {
-            // Load.
             __syncthreads();
             stage_patch(p, patch, tile, first_in);
             stage_weights(p, &weights->value[0], tile, first_in);
             __syncthreads();
 
-            // Compute.
             if (!working) continue;
             const int channels = IN_CHANNELS % TILE_IN == 0 ? TILE_IN : min(TILE_IN, IN_CHANNELS - first_in);
             const accumulate_t* __restrict__ rows =
@@ -369,18 +366,13 @@ __device__ __forceinline__ void direct_block(const direct_forward_params& p) {
             }
         }
 
-        // Store.
         if (SPLIT_IN > 1) add_parts(sum, place.part);
         __syncthreads();
         if (place.part > 0) continue;
         biases_t bias;
         #pragma unroll
         for (int out = 0; out < TILE_OUT; ++out) bias[out] = bias_of(p.bias, group, tile.first_out + out);
-#if CHANNELS_LAST && !WHOLE_PIXELS
-        store_pixels(p, tile, sum, bias, first_phase);
-#else
-        store_lines(p, tile, sum, bias, first_phase);
-#endif
+        store_sums(p, tile, sum, bias, first_phase);
     }
 }
 #endif

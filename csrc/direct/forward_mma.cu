@@ -125,8 +125,6 @@ static_assert(kFragments * 16 + (kPatchWords + kLandingWords + kOffsets + kBiase
               "the tile does not fit the shared memory of the launch");
 extern __shared__ __align__(16) unsigned char shared[];
 
-template <int COUNT> struct alignas(COUNT * 4) words_t { unsigned value[COUNT]; };
-
 /* Rows of the product. Lines are cut into blocks of 8, one line a lane g. A block's column phases take slots, and a slot is
  * one half of an M tile, so that a lane has all column phases of its lines. Where blocks come in pairs, a tile is one phase.
  */
@@ -230,6 +228,7 @@ __device__ __forceinline__ void fetch_patch(const direct_forward_mma_params& p, 
 __device__ __forceinline__ void pack_patch(
     const direct_forward_mma_params& p, unsigned* patch, const unsigned* landing, int first_group, origin_t origin) {
     constexpr int kQuad = WORDS < 4 ? WORDS : 4;  // words that are stored together
+    using quad_t = vector_of<unsigned, kQuad>;
     constexpr int kGroupQuads = WORDS / kQuad, kQuads = GROUPS * kGroupQuads;
     constexpr int kSpots = kPatchPixels / PIXELS;  // neighbouring pixels that are loaded together
     // Lanes go along pixels, or four quads of each, so that they load whole sectors and store to different banks.
@@ -250,12 +249,12 @@ __device__ __forceinline__ void pack_patch(
         [[maybe_unused]] const int channel = (first_group + group) * IN_CHANNELS + first;
         unsigned* target = patch + (pixel * PIXEL_PITCH + group * WORDS + first_word);
 #if CHANNELS_LAST
-        words_t<kQuad> values = {};
+        quad_t values = {};
         #pragma unroll
         for (int w = 0; w < kQuad; ++w)
             if (inside)
                 values.value[w] = load_word(source + (place * channels + channel), w * kElements, IN_CHANNELS - first, 1);
-        *reinterpret_cast<words_t<kQuad>*>(target) = values;
+        *reinterpret_cast<quad_t*>(target) = values;
 #else
         vector_t<PIXELS> loaded[kQuad * kElements] = {};
         #pragma unroll
@@ -271,7 +270,7 @@ __device__ __forceinline__ void pack_patch(
         }
         #pragma unroll
         for (int e = 0; e < PIXELS; ++e) {
-            words_t<kQuad> values;
+            quad_t values;
             #pragma unroll
             for (int w = 0; w < kQuad; ++w) {
                 ELEMENT_T elements[kElements];
@@ -279,7 +278,7 @@ __device__ __forceinline__ void pack_patch(
                 for (int c = 0; c < kElements; ++c) elements[c] = loaded[w * kElements + c].value[e];
                 values.value[w] = words::pack(elements);
             }
-            *reinterpret_cast<words_t<kQuad>*>(target + e * PIXEL_PITCH) = values;
+            *reinterpret_cast<quad_t*>(target + e * PIXEL_PITCH) = values;
         }
 #endif
     }
@@ -370,8 +369,8 @@ template <bool WHOLE> __device__ __forceinline__ void store(
         for (int i = lane; i < kRun * kVectors; i += 32) {
             const int pixel = i / kVectors, channel = i % kVectors * VECTOR;
             if ((WHOLE || ow0 + pixel < p.w_out) && (GROUPS > 1 || first_out + channel < OUT_CHANNELS))
-                *reinterpret_cast<vector_t<VECTOR>*>(target + (pixel * static_cast<int>(out_channels) + channel)) =
-                    *reinterpret_cast<const vector_t<VECTOR>*>(stage + (run * kRun + pixel) * kStageLine + channel);
+                copy<VECTOR>(target + (pixel * static_cast<int>(out_channels) + channel),
+                             stage + (run * kRun + pixel) * kStageLine + channel);
         }
     }
 #else
@@ -406,18 +405,14 @@ template <bool WHOLE> __device__ __forceinline__ void store(
             for (int i = 0; i < kTurns; ++i) {
                 const int place = (i * 4 + t) * kWide;
                 if ((i > 0 || place >= before) && place + kWide <= end)
-                    *reinterpret_cast<vector_t<kWide>*>(target + place) =
-                        *reinterpret_cast<const vector_t<kWide>*>(own_stage + place);
+                    copy<kWide>(target + place, own_stage + place);
             }
             #pragma unroll
             for (int piece = 0; piece < kWide; piece += 4 * VECTOR) {
                 const int rest = piece + t * VECTOR, head = before / kWide * kWide, tail = end / kWide * kWide;
                 if (head < before && head + rest >= before && head + rest < end && rest < kWide)
-                    *reinterpret_cast<vector_t<VECTOR>*>(target + (head + rest)) =
-                        *reinterpret_cast<const vector_t<VECTOR>*>(own_stage + (head + rest));
-                if (tail >= before && tail + rest < end)
-                    *reinterpret_cast<vector_t<VECTOR>*>(target + (tail + rest)) =
-                        *reinterpret_cast<const vector_t<VECTOR>*>(own_stage + (tail + rest));
+                    copy<VECTOR>(target + (head + rest), own_stage + (head + rest));
+                if (tail >= before && tail + rest < end) copy<VECTOR>(target + (tail + rest), own_stage + (tail + rest));
             }
         }
     }

@@ -156,7 +156,6 @@ direct_input_grad_kernel(const __grid_constant__ direct_input_grad_params p) {
         }
     }
 
-    // Store.
     const int iw = first_iw + column;
     const int first_ci = channel_block * kBlockChannels + channel_thread * CHANNELS;
     if (first_plane + plane >= p.planes || iw >= p.w_in) return;

@@ -236,7 +236,6 @@ direct_weight_grad_kernel(const __grid_constant__ direct_weight_grad_params p) {
     }
     __syncthreads();
 
-    // Store.
     accumulate_t* __restrict__ partials =
         p.partials + static_cast<long long>(slice) * p.groups * CI * CO * (KERNEL_H * KERNEL_W);
     #pragma unroll 1

@@ -56,10 +56,8 @@
 #include "pipeline/persistent.cuh"
 #include "numeric/unroll.cuh"
 #include "numeric/vector.cuh"
-#include "ptx/wgmma.cuh"
-#if BOXED
 #include "ptx/tma.cuh"
-#endif
+#include "ptx/wgmma.cuh"
 
 struct gemm_fold_narrow_params {
 #if BOXED
@@ -273,14 +271,14 @@ __device__ __forceinline__ void load_words(unsigned (&a)[4], const ELEMENT_T* st
     [[maybe_unused]] const int first = position + lane / 8 % 2 * 8;
 #if BOXED && CHANNELS_LAST
     const int piece = step * 2 + lane / 16;
-    load_matrices(a[0], a[1], a[2], a[3], piece_of(stage, piece / 8, first + lane % 8, piece % 8));
+    load_matrices(a, piece_of(stage, piece / 8, first + lane % 8, piece % 8));
 #elif BOXED
     // Lines do not end within 16 positions.
     const int row = position / COLUMNS, column = position % COLUMNS;
     const int block = WHOLE ? position / kLine : column / kLine * ROWS + row, place = (WHOLE ? position : column) % kLine;
     if constexpr (kElements == 2) {
         const int channel = step * 16 + lane / 16 * 8 + lane % 8;
-        load_matrices_turned(a[0], a[1], a[2], a[3], piece_of(stage, block, channel, place / 8 + lane / 8 % 2));
+        load_matrices_turned(a, piece_of(stage, block, channel, place / 8 + lane / 8 % 2));
     } else {
         #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -290,10 +288,10 @@ __device__ __forceinline__ void load_words(unsigned (&a)[4], const ELEMENT_T* st
         }
     }
 #elif CHANNELS_LAST
-    load_matrices(a[0], a[1], a[2], a[3], stage + ((first + lane % 8) * PITCH + (step * 8 + lane / 16 * 4) * kElements));
+    load_matrices(a, stage + ((first + lane % 8) * PITCH + (step * 8 + lane / 16 * 4) * kElements));
 #else
     if constexpr (kElements == 2) {
-        load_matrices_turned(a[0], a[1], a[2], a[3], stage + ((step * 16 + lane / 16 * 8 + lane % 8) * PITCH + first));
+        load_matrices_turned(a, stage + ((step * 16 + lane / 16 * 8 + lane % 8) * PITCH + first));
     } else {
         const unsigned* from = reinterpret_cast<const unsigned*>(stage) + ((step * 8 + lane % 4) * PITCH + position + lane / 4);
         #pragma unroll
@@ -391,7 +389,6 @@ __device__ __forceinline__ void fold(const gemm_fold_narrow_params& p, const flo
     constexpr int kNeighbours = STRIDE_W * kEach;
     const int end = (course.step + 1) * ROWS - kHaloH;
     const int first_row = max(0, end - ROWS), rows = min(item.cell_rows, end) - first_row;
-    const int cell0 = item.strip * CELLS;
     const index_t out_pixels = static_cast<index_t>(p.h_out) * p.w_out;
     ELEMENT_T* __restrict__ image = p.output + item.image * static_cast<long long>(out_pixels) * OUT_CHANNELS;
     const int cells = WHOLE ? p.cells_w : CELLS;
@@ -399,7 +396,7 @@ __device__ __forceinline__ void fold(const gemm_fold_narrow_params& p, const flo
     for (int i = threadIdx.x - kMultipliers; i < STRIDE_H * kRest * cells; i += FOLDERS) {
         const int line = WHOLE ? divided(i, p.by_cells_w) : i / CELLS;
         const int cell = i - line * cells, out = line % kRest, phase = line / kRest;
-        const int ow = (cell0 + cell) * STRIDE_W;
+        const int ow = (item.strip * CELLS + cell) * STRIDE_W;
         const int oh = (item.cell_row + first_row) * STRIDE_H + axis_h::output(phase);
         if (ow >= p.w_out) continue;
         float bias[kEach];
@@ -438,11 +435,9 @@ __device__ __forceinline__ void fold(const gemm_fold_narrow_params& p, const flo
                 #pragma unroll
                 for (int first = 0; first < kNeighbours; first += VECTOR) {
                     if (ow + first / kEach >= p.w_out) continue;
-                    vector_t<VECTOR> values;
-                    #pragma unroll
-                    for (int e = 0; e < VECTOR; ++e)
-                        values.value[e] = narrow<ELEMENT_T>(sum[row][(first + e) / kEach][(first + e) % kEach]);
-                    *reinterpret_cast<vector_t<VECTOR>*>(target + first) = values;
+                    store_together<VECTOR>(target + first, [&](int e) {
+                        return narrow<ELEMENT_T>(sum[row][(first + e) / kEach][(first + e) % kEach]);
+                    });
                 }
                 target += static_cast<index_t>(STRIDE_H) * p.w_out * kEach;
             }

@@ -32,7 +32,6 @@
 #include "pipeline/pixels_on_m.cuh"
 // image_t, cell_t, pair_t, gather; kParts (of a row of a cell, with a thread for each)
 #include "epilogue/fold_smem.cuh"
-// named_barrier_sync
 #include "ptx/named_barrier.cuh"
 
 constexpr int kFoldLines = FOLD_OUTS * kTaps, kFolds = LINES / kFoldLines, kFoldFloats = kFoldLines * FOLD_PITCH;

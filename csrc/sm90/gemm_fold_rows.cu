@@ -347,15 +347,8 @@ __device__ __forceinline__ void store(
             const int place = i / kPiece * (kAcross * kPiece) + i % kPiece;
             if (static_cast<unsigned>(column[turn] + place) >= width) continue;
             if (!kFull && turn * kAtOnce + line_of_lane() >= channels) continue;
-            vector_t<VECTOR> part;
-            #pragma unroll
-            for (int e = 0; e < VECTOR; ++e) part.value[e] = pieces[turn][i / kPiece].value[i % kPiece + e];
-            *reinterpret_cast<vector_t<VECTOR>*>(to[turn] + place) = part;
+            store_together<VECTOR>(to[turn] + place, [&](int e) { return pieces[turn][i / kPiece].value[i % kPiece + e]; });
         }
-}
-
-template <int COUNT> __device__ __forceinline__ void copy(float* to, const float* from) {
-    *reinterpret_cast<vector_t<COUNT>*>(to) = *reinterpret_cast<const vector_t<COUNT>*>(from);
 }
 
 /* Folds the columns of a second step, and stores its outputs beside those of the first, by way of shared memory: a warp has
@@ -395,14 +388,8 @@ __device__ __forceinline__ void fold_and_store(
             float* const put = stage + ((2 * t + out) * kLinePitch + g * kRun + target.early(2 * t + out));
             #pragma unroll
             for (int i = 0; i < kRun; i += VECTOR) {
-                vector_t<VECTOR> words[2];
-                #pragma unroll
-                for (int e = 0; e < VECTOR; ++e) {
-                    words[0].value[e] = first[2 * eight + out][i + e];
-                    words[1].value[e] = second[out][i + e];
-                }
-                *reinterpret_cast<vector_t<VECTOR>*>(put + i) = words[0];
-                *reinterpret_cast<vector_t<VECTOR>*>(put + kHalfLine + i) = words[1];
+                copy<VECTOR>(put + i, first[2 * eight + out] + i);
+                copy<VECTOR>(put + kHalfLine + i, second[out] + i);
             }
         }
         // A line's first sector, and what lies behind its last one: a lane's share.
@@ -576,12 +563,8 @@ __device__ __forceinline__ void fold(
                 });
                 ELEMENT_T* to = stage + ((kHalf * 8 + g) * LINE_PITCH + (kTile * 8 + 2 * t) * SPAN_W);
                 #pragma unroll
-                for (int i = 0; i < kRun; i += kWord) {
-                    vector_t<kWord> word;
-                    #pragma unroll
-                    for (int e = 0; e < kWord; ++e) word.value[e] = narrow<ELEMENT_T>(outputs[i + e]);
-                    *reinterpret_cast<vector_t<kWord>*>(to + i) = word;
-                }
+                for (int i = 0; i < kRun; i += kWord)
+                    store_together<kWord>(to + i, [&](int e) { return narrow<ELEMENT_T>(outputs[i + e]); });
             });
         });
         __syncwarp();

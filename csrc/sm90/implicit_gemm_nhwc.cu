@@ -284,9 +284,8 @@ __device__ __forceinline__ void consume(const implicit_gemm_nhwc_params& p, barr
     each_item<item_t>(p, [&](const item_t& item) {
         int lines[ROW_BLOCKS];
         #pragma unroll
-        for (int block = 0; block < ROW_BLOCKS; ++block) {
+        for (int block = 0; block < ROW_BLOCKS; ++block)
             lines[block] = line_of(p, item, block * 128 + (DENSE ? warp * 16 + lane % 16 : warp / 4 * 64));
-        }
         const int taps_h = item.taps_h(), taps_w = item.taps_w(), steps = taps_h * taps_w * kChunks;
         float sums[ROW_BLOCKS][LINES / 2];
         [[maybe_unused]] unsigned words[2][kTogether][4];
@@ -313,8 +312,7 @@ __device__ __forceinline__ void consume(const implicit_gemm_nhwc_params& p, barr
                 unsigned(&own)[kTogether][4] = words[kGroup % 2];
                 #pragma unroll
                 for (int k = 0; k < kTogether; ++k) {
-                    load_matrices(own[k][0], own[k][1], own[k][2], own[k][3],
-                                  shared + (place + ((piece ^ line % 8) * 16 ^ (kFirst + k) * 32)));
+                    load_matrices(own[k], shared + (place + ((piece ^ line % 8) * 16 ^ (kFirst + k) * 32)));
                     #pragma unroll
                     for (int i = 0; i < 4; ++i) own[k][i] = mma_words<ELEMENT_T>::rounded(own[k][i]);
                 }

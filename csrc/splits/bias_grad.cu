@@ -29,9 +29,8 @@ constexpr int kOwn = CHANNELS_LAST ? VECTOR : 1;            // channels of a thr
 struct alignas(VECTOR * sizeof(ELEMENT_T)) vector_t { ELEMENT_T value[VECTOR]; };
 
 __device__ __forceinline__ const vector_t* item(const bias_grad_params& p, int i, int first_channel) {
-    if (CHANNELS_LAST) {
+    if (CHANNELS_LAST)
         return reinterpret_cast<const vector_t*>(p.grad_output + static_cast<long long>(i) * p.channels + first_channel);
-    }
     const int image = divided(i, p.by_units);
     const long long plane = static_cast<long long>(image) * p.channels + first_channel;
     return reinterpret_cast<const vector_t*>(p.grad_output) + (plane * p.units + (i - image * p.units));

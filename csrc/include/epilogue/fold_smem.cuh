@@ -94,10 +94,8 @@ __device__ __forceinline__ void gather(
                 #pragma unroll
                 for (int first = 0; first < kRun; first += VECTOR) {
                     if (OUT_MORE_W % STRIDE_W != 0 && kParts == 1 && first_w + first >= out_w) continue;
-                    vector_t<VECTOR> values;
-                    #pragma unroll
-                    for (int e = 0; e < VECTOR; ++e) values.value[e] = narrow<ELEMENT_T>(sums[r][first + e]);
-                    *reinterpret_cast<vector_t<VECTOR>*>(target + (r * out_w + first)) = values;
+                    store_together<VECTOR>(target + (r * out_w + first),
+                                           [&](int e) { return narrow<ELEMENT_T>(sums[r][first + e]); });
                 }
             }
             target += out_h * out_w;

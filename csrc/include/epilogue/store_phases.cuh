@@ -95,12 +95,10 @@ __device__ __forceinline__ void store_tile(
             constexpr int n = tile, j = kFirstTile + n;
             each<BLOCKS * 2>([&](auto which) {
                 constexpr int block = which / 2, e = which % 2;
-                vector_t<2> pair;
-                #pragma unroll
-                for (int half = 0; half < 2; ++half)
-                    pair.value[half] = narrow<ELEMENT_T>(sums[block][4 * j + 2 * half + e] + bias[half]);
                 const int place = block * kPart + n * 8 + 2 * t + e;
-                *reinterpret_cast<vector_t<2>*>(turned + place * kPixel + warp * 16 + 2 * g) = pair;
+                store_together<2>(turned + place * kPixel + warp * 16 + 2 * g, [&](int half) {
+                    return narrow<ELEMENT_T>(sums[block][4 * j + 2 * half + e] + bias[half]);
+                });
             });
         });
         named_barrier_sync<128>(barrier);
@@ -151,7 +149,6 @@ __device__ __forceinline__ void store_tile(
     static_assert(SPAN_W == SLOTS * BLOCKS, "a warp has whole rows of cells");
     static_assert(kLineCells % 8 == 0 && COLUMNS % kLineCells == 0, "a part is whole tiles of the accumulators");
     static_assert(kWarpChannels * kLinePieces % 32 == 0, "a warp stores 32 pieces in a turn");
-    using piece_t = vector_t<VECTOR>;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, g = lane / 4, t = lane % 4;
     ELEMENT_T* const stage = outputs + warp * kWarpOutputs;
     const row_t row = place_of_row(warp * 16 + g);  // and the next slot of its channel
@@ -168,13 +165,11 @@ __device__ __forceinline__ void store_tile(
             constexpr int n = tile, j = kFirstTile + n;
             each<BLOCKS * 2>([&](auto which) {
                 constexpr int block = which / 2, e = which % 2;
-                vector_t<2> pair;
-                #pragma unroll
-                for (int half = 0; half < 2; ++half)
-                    pair.value[half] = narrow<ELEMENT_T>(sums[block][4 * j + 2 * half + e] + bias);
                 const int cell = n * 8 + 2 * t + e;
                 const int place = line * kLine + cell * SPAN_W + block * SLOTS + row.slot;
-                *reinterpret_cast<vector_t<2>*>(stage + place) = pair;
+                store_together<2>(stage + place, [&](int half) {
+                    return narrow<ELEMENT_T>(sums[block][4 * j + 2 * half + e] + bias);
+                });
             });
         });
         __syncwarp();
@@ -189,8 +184,7 @@ __device__ __forceinline__ void store_tile(
             for (int turn = own; turn < kPieceTurns; turn += kOwnPlaces) {
                 const int line = (turn * 32 + lane) / kLinePieces;
                 if (first_channel + line < OUT_CHANNELS)
-                    *reinterpret_cast<piece_t*>(target + line * pixels) =
-                        *reinterpret_cast<const piece_t*>(stage + line * kLine + place);
+                    copy<VECTOR>(target + line * pixels, stage + line * kLine + place);
             }
         }
     });
@@ -305,12 +299,8 @@ __device__ __forceinline__ void store_run(ELEMENT_T* target, const float (&value
     constexpr int kVector = VECTOR < kInner ? VECTOR : kInner;
     if (kVector > 1 && count >= kInner) {
         #pragma unroll
-        for (int i = 0; i < kInner; i += kVector) {
-            vector_t<kVector> vector;
-            #pragma unroll
-            for (int v = 0; v < kVector; ++v) vector.value[v] = narrow<ELEMENT_T>(values[i + v]);
-            *reinterpret_cast<vector_t<kVector>*>(target + i) = vector;
-        }
+        for (int i = 0; i < kInner; i += kVector)
+            store_together<kVector>(target + i, [&](int v) { return narrow<ELEMENT_T>(values[i + v]); });
     } else {
         #pragma unroll
         for (int i = 0; i < kInner; ++i)

@@ -33,12 +33,9 @@ __device__ __forceinline__ void stage_runs(T* stage, int run0, const VALUE& valu
     for (int run = 0; run < AT_ONCE; ++run) {
         if (run0 + run >= RUNS) continue;
         #pragma unroll
-        for (int i = 0; i < RUN; i += kPut) {
-            vector_of<T, kPut> part;
-            #pragma unroll
-            for (int e = 0; e < kPut; ++e) part.value[e] = value(run0 + run, i + e);
-            *reinterpret_cast<vector_of<T, kPut>*>(stage + (run * 32 + threadIdx.x % 32) * PITCH + i) = part;
-        }
+        for (int i = 0; i < RUN; i += kPut)
+            store_together<kPut>(stage + (run * 32 + threadIdx.x % 32) * PITCH + i,
+                                 [&](int e) { return value(run0 + run, i + e); });
     }
     __syncwarp();
 }
@@ -68,9 +65,7 @@ __device__ __forceinline__ void store_runs(
                 #pragma unroll
                 for (int v = 0; v < count; ++v)
                     if (run0 + run < RUNS && run0 + run < runs && (vector + v * 32) * WIDTH < line.elements)
-                        *reinterpret_cast<vector_of<T, WIDTH>*>(output + at + v * 32 * WIDTH) =
-                            *reinterpret_cast<const vector_of<T, WIDTH>*>(
-                                stage + run * 32 * RUN + ((first + v) * 32 + lane) * WIDTH);
+                        copy<WIDTH>(output + at + v * 32 * WIDTH, stage + run * 32 * RUN + ((first + v) * 32 + lane) * WIDTH);
             }
         };
         if (kLineVectors % 32 == 0) {  // all threads store to the same line
@@ -112,8 +107,7 @@ __device__ __forceinline__ void store_runs_apart(
             #pragma unroll
             for (int run = 0; run < kAtOnce; ++run, target += run_distance)
                 if (run0 + run < RUNS && run0 + run < apart.runs)
-                    *reinterpret_cast<vector_of<T, WIDTH>*>(target) =
-                        *reinterpret_cast<const vector_of<T, WIDTH>*>(stage + (run * 32 + thread) * kPitch + element);
+                    copy<WIDTH>(target, stage + (run * 32 + thread) * kPitch + element);
         }
     }
 }

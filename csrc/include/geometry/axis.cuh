@@ -41,16 +41,14 @@ template <int KERNEL, int STRIDE, int PADDING, int DILATION> struct axis {
         return kNone;
     }
     static __device__ constexpr int least_shift() {
-        int least = shift(0);
-        for (int k = 1; k < KERNEL; ++k)
-            if (shift(k) < least) least = shift(k);
-        return least;
+        int found = shift(0);
+        for (int k = 1; k < KERNEL; ++k) found = least(found, shift(k));
+        return found;
     }
     static __device__ constexpr int largest_shift() {
-        int largest = shift(0);
-        for (int k = 1; k < KERNEL; ++k)
-            if (shift(k) > largest) largest = shift(k);
-        return largest;
+        int found = shift(0);
+        for (int k = 1; k < KERNEL; ++k) found = most(found, shift(k));
+        return found;
     }
 };
 using axis_h = axis<KERNEL_H, STRIDE_H, PADDING_H, DILATION_H>;

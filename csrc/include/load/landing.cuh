@@ -101,7 +101,7 @@ __device__ __forceinline__ int landed_spot(const implicit_gemm_params& p, const 
 }
 
 /* Offset in bytes of a spot's first input in a landed box. */
-__device__ __forceinline__ int boxed_spot(const implicit_gemm_params& p, const box_t& box, spot_t spot) {
+__device__ __forceinline__ int landed_spot(const implicit_gemm_params& p, const box_t& box, spot_t spot) {
     if (p.box_rows == 1) return spot.position * static_cast<int>(sizeof(ELEMENT_T));
     const int position = box.skipped + spot.position, row = divided(position, p.by_pitch);
     return (row * (p.box_width - p.pitch) + position + box.skew) * static_cast<int>(sizeof(ELEMENT_T));
@@ -250,15 +250,12 @@ __device__ __forceinline__ void produce_patches(const implicit_gemm_params& p, c
     for (; !read.ended(p); read.advance(p)) {
         int* landed = s.landed + tables.stage * spots_of_patch;
         if (read.landing == 0) {
-            if (LANDING_BOX) {
-                const box_t box = box_of(p, read.item.tile);
-                #pragma unroll 1
-                for (int i = thread; i < spots_of_patch; i += PRODUCERS) landed[i] = boxed_spot(p, box, spot_at(p, i));
-            } else {
-                const start_t start = start_of(p, read.item.tile);
+            const auto land = [&](const auto& start) {
                 #pragma unroll 1
                 for (int i = thread; i < spots_of_patch; i += PRODUCERS) landed[i] = landed_spot(p, start, spot_at(p, i));
-            }
+            };
+            if (LANDING_BOX) land(box_of(p, read.item.tile));
+            else land(start_of(p, read.item.tile));
             tables.advance(2);
         }
         place();

@@ -13,6 +13,19 @@ template <typename T> using accumulator_t = typename accumulator<T>::type;
 /* Neighbours in memory that are read and written together. */
 template <typename T, int COUNT> struct alignas(COUNT * sizeof(T)) vector_of { T value[COUNT]; };
 
+/* Copies COUNT neighbours at once: both addresses are multiples of their size. */
+template <int COUNT, typename T> __device__ __forceinline__ void copy(T* to, const T* from) {
+    *reinterpret_cast<vector_of<T, COUNT>*>(to) = *reinterpret_cast<const vector_of<T, COUNT>*>(from);
+}
+
+/* Stores COUNT neighbours at once, value(0), value(1), ..., at a multiple of their size. */
+template <int COUNT, typename T, typename VALUE> __device__ __forceinline__ void store_together(T* to, const VALUE& value) {
+    vector_of<T, COUNT> together;
+    #pragma unroll
+    for (int e = 0; e < COUNT; ++e) together.value[e] = value(e);
+    *reinterpret_cast<vector_of<T, COUNT>*>(to) = together;
+}
+
 /* Loads from memory that nothing writes while the kernel runs. */
 template <typename T> __device__ __forceinline__ T load_once(const T* address) { return __ldg(address); }
 template <> __device__ __forceinline__ half_t load_once(const half_t* address) { return {__ldg(&address->bits)}; }

@@ -156,7 +156,6 @@ __device__ __forceinline__ void stage_weights(const direct_forward_params& p, in
 }
 
 template <bool VECTORS> __device__ __forceinline__ void depthwise_block(const direct_forward_params& p) {
-    // Index decode.
     const int first_plane = static_cast<int>(blockIdx.y + gridDim.y * blockIdx.z) * TILE_PLANES;
     const int turns = LOOPED ? p.turns : 1;
     int cell_row0 = blockIdx.x / p.tiles_w * (turns * TILE_H);
@@ -178,7 +177,6 @@ template <bool VECTORS> __device__ __forceinline__ void depthwise_block(const di
 
     #pragma unroll 1
     for (int turn = 0; turn < turns; ++turn, cell_row0 += TILE_H) {
-        // Load.
         const int in_row = cell_row0 + place.row * ROWS + kFirstH;
         window_row_t windows[kHolds ? kWindowRows : 1];
         if (kHolds)
@@ -191,7 +189,6 @@ template <bool VECTORS> __device__ __forceinline__ void depthwise_block(const di
             __syncthreads();
         }
 
-        // Compute and store.
         #pragma unroll (kHolds ? ROWS : 1)
         for (int row = 0; row < ROWS; ++row)
             #pragma unroll (kHolds ? STRIDE_H : 1)

@@ -5,9 +5,7 @@
 #include "numeric/divide.cuh"
 #include "numeric/index.cuh"
 #include "numeric/integers.cuh"
-#if BOXED || LANDING_BOX
 #include "ptx/tma.cuh"
-#endif
 #include "pipeline/persistent.cuh"
 #include "geometry/rows.cuh"
 #include "numeric/units.cuh"
@@ -167,9 +165,7 @@ __device__ __forceinline__ stages_t stages(const implicit_gemm_params& p) {
 }
 
 /* A work tile: tile of positions, set of output channels, group. */
-struct item_t {
-    int set, tile, group;
-};
+struct item_t { int set, tile, group; };
 
 /* The item of a number below p.items. Blocks that run at the same time have tiles beside each other in all strips of an image,
  * since memory likes to be read and written in long runs: tiles go through the strips first, then down the image. (in_order

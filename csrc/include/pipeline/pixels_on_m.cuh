@@ -204,10 +204,7 @@ template <bool PAIRED> __device__ __forceinline__ void load_inputs(inputs_t& wor
         const int channel = lane / 16 * 8 + lane % 8;
         const unsigned char* row = slot + (channel * kRowBytes + swapped(first + lane / 8 % 2 * 16, channel));
         #pragma unroll
-        for (int step = 0; step < kSteps; ++step) {
-            unsigned(&of)[4] = words.of[step];
-            load_matrices_turned(of[0], of[1], of[2], of[3], row + step * 16 * kRowBytes);
-        }
+        for (int step = 0; step < kSteps; ++step) load_matrices_turned(words.of[step], row + step * 16 * kRowBytes);
     }
 }
 

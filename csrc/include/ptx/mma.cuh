@@ -13,17 +13,17 @@
 
 /* Load four matrices of 8 rows of 16 bytes from shared memory. Lane i has the address of row i % 8 of matrix i / 8; it gets
  * word t of row g of each. */
-__device__ __forceinline__ void load_matrices(unsigned& a, unsigned& b, unsigned& c, unsigned& d, const void* row) {
+__device__ __forceinline__ void load_matrices(unsigned (&word)[4], const void* row) {
     const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(row));
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(a), "=r"(b), "=r"(c), "=r"(d) : "r"(address) : "memory");
+                 : "=r"(word[0]), "=r"(word[1]), "=r"(word[2]), "=r"(word[3]) : "r"(address) : "memory");
 }
 
 /* load_matrices with transposes, for 16-bit values: a lane gets rows 2t and 2t + 1 in column g of each matrix. */
-__device__ __forceinline__ void load_matrices_turned(unsigned& a, unsigned& b, unsigned& c, unsigned& d, const void* row) {
+__device__ __forceinline__ void load_matrices_turned(unsigned (&word)[4], const void* row) {
     const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(row));
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(a), "=r"(b), "=r"(c), "=r"(d) : "r"(address) : "memory");
+                 : "=r"(word[0]), "=r"(word[1]), "=r"(word[2]), "=r"(word[3]) : "r"(address) : "memory");
 }
 
 struct alignas(16) a_words_t { unsigned value[4]; };
