@@ -38,8 +38,8 @@ struct col2im_params {
     const OUTPUT_T* __restrict__ bias;     // [channels], or null
     OUTPUT_T* __restrict__ output;         // [planes, D_out, H_out, W_out]
     int planes, channels;                  // planes = images * channels
-    int d_in, h_in, w_in;                  // d_in, d_out: 1 for images
-    int d_out, h_out, w_out;
+    int h_in, w_in;
+    int d_out, h_out, w_out;               // d_out: 1 for images
     int in_row_begin, in_rows;
     int out_row_begin, out_rows;
     int cells_w;                           // cells across a row: ceil(W_out / CELL_W)
@@ -108,10 +108,11 @@ extern "C" __global__ void __launch_bounds__(256) columns_col2im_kernel(const __
             const int kd = first_kd + td * kStepD, kh = first_kh + (t - td * kTapsH) * kStepH;
             const int reach_d = position_d - kd * DILATION_D, reach_h = position_h - kh * DILATION_H;
             const int id = reach_d / STRIDE_D, ih = reach_h / STRIDE_H;
-            const bool slice_taken = !kIsVolume || (kd < KERNEL_D && reach_d >= 0 && id < p.d_in);
-            const bool row_taken = slice_taken && kh < KERNEL_H && reach_h >= 0 && ih < p.h_in;
-            // Where the row is not taken, the address is computed and never read.
             const index_t in_row = static_cast<index_t>(id) * p.h_in + ih - p.in_row_begin;
+            // Rows of the cell beyond the last may need rows that the columns do not hold: what is there bounds the read.
+            const bool slice_taken = !kIsVolume || (kd < KERNEL_D && reach_d >= 0 && ih < p.h_in);
+            const bool row_taken = slice_taken && kh < KERNEL_H && reach_h >= 0 && in_row >= 0 && in_row < p.in_rows;
+            // Where the row is not taken, the address is computed and never read.
             const COLUMN_T* tap_row = columns + ((kd * KERNEL_H + kh) * KERNEL_W * tap_stride + in_row * p.w_in);
             #pragma unroll
             for (int s = 0; s < CELL_W; ++s) {

@@ -67,7 +67,7 @@ def fold(
     params: Params = {
         "columns, bias, output": ("columns", bias, output),
         "planes, channels": (planes, problem.out_channels),
-        "d_in, h_in, w_in": _three_axes(problem.input_size),
+        "h_in, w_in": problem.input_size[-2:],
         "d_out, h_out, w_out": _three_axes(problem.output_size),
         "in_row_begin, in_rows, out_row_begin, out_rows": (in_rows[0], in_rows[1] - in_rows[0], out_rows[0], rows),
         "cells_w": cells_w,
