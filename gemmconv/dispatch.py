@@ -144,6 +144,14 @@ def transforms_active() -> bool:
 transforms_active._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
+def is_exporting() -> bool:
+    """Whether torch.export is tracing. Before torch 2.13 torch.compile takes torch's own function for always true."""
+    return torch.compiler._is_exporting_flag
+
+
+is_exporting._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def loses_a_tangent() -> bool:
     """Whether torch.func.jvp is active inside torch.func.jvp: torch differentiates a tangent of ours only once."""
     return _transforms().count(TransformType.Jvp) > 1

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gemmconv import arrays, ops, validation
 from gemmconv.algorithms import fold
-from gemmconv.dispatch import are_for_torch, is_for_torch
+from gemmconv.dispatch import are_for_torch, is_exporting, is_for_torch
 from gemmconv.kernels.base import Precision
 from gemmconv.kernels.columns.cpu import is_few_outputs
 from gemmconv.ops import call_cache, plain
@@ -131,7 +131,7 @@ def _is_left_to_torch_on_the_cpu(weight: Tensor, algorithm: str) -> bool:
     It does for ``"native"``, and for ``"auto"`` unless there are few output channels, where gemm_col2im is faster. It
     does not under torch.export, whose graph may be moved to a GPU.
     """
-    if torch.compiler.is_compiling() and torch.compiler.is_exporting():
+    if is_exporting():
         return False
     return algorithm == "native" or (algorithm == "auto" and not is_few_outputs(weight.shape[0], weight.shape[1]))
 

@@ -28,7 +28,7 @@ from torch.autograd import forward_ad
 
 from gemmconv import arrays, tuned, validation
 from gemmconv.device import DeviceSpec
-from gemmconv.dispatch import are_dense, are_for_torch, is_for_torch, transforms_active
+from gemmconv.dispatch import are_dense, are_for_torch, is_exporting, is_for_torch, transforms_active
 from gemmconv.functional import conv_transpose2d
 from gemmconv.geometry import Problem, phases_of
 from gemmconv.kernels.base import Pass, Precision, why_no_kernels
@@ -175,7 +175,7 @@ def choose_way(volume: Volume, direction: Pass = "forward", spec: DeviceSpec | N
         spec: properties of another GPU than its device, to explain.
     """
     if torch.compiler.is_compiling():
-        if volume.device.type == "cpu" and not torch.compiler.is_exporting():
+        if volume.device.type == "cpu" and not is_exporting():
             return "torch"  # which would serve the images in a graph for a CPU, too
         return way_of(volume, direction, volumes.is_hopper(volume.device))
     config = volume.config(spec)
@@ -355,7 +355,7 @@ def way_of(volume: Volume, direction: Pass, is_hopper: bool) -> Way:
 
 def _has_outputs(problem: Problem, least: int) -> bool:
     """Whether the output has at least so many elements; False in an export, whose sizes may change."""
-    if torch.compiler.is_exporting():
+    if is_exporting():
         return False
     return problem.batch * problem.out_channels * problem.out_pixels >= least
 

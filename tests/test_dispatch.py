@@ -9,7 +9,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gemmconv
-from gemmconv.dispatch import are_dense, in_a_mode
+from gemmconv.dispatch import are_dense, in_a_mode, is_exporting
 
 
 def is_plain(*tensors):
@@ -199,3 +199,16 @@ def test_traced_calls_are_served_off_hopper(algorithm, images, weight, monkeypat
 
     traced = torch.jit.trace(call, images)
     torch.testing.assert_close(traced(images), torch.conv_transpose2d(images, weight, stride=2))
+
+
+def test_exports_are_told_from_compiled_graphs():
+    """Before torch 2.13 torch.compile folds torch.compiler.is_exporting to True."""
+
+    class Model(torch.nn.Module):
+        def forward(self, input):
+            return input + is_exporting()
+
+    zero = torch.zeros(1)
+    assert torch.compile(Model(), backend="eager", fullgraph=True)(zero) == Model()(zero) == 0
+    for strict in (True, False):
+        assert torch.export.export(Model(), (zero,), strict=strict).module()(zero) == 1
