@@ -98,14 +98,15 @@ def conv_transpose2d(
         and torch._C._get_tracing_state() is None  # under torch.jit.trace sizes are tensors
     )
     # What computes the call is said by the first of these cases that holds.
-    # On a CPU and not eager, by name or for "auto": torch's operator. A traced call has no sizes to estimate with.
+    # On a CPU and not eager, for "native", or for "auto" and many output channels: torch's operator. A traced call has
+    # no sizes to estimate with.
     if input.is_cpu and not is_eager and _is_left_to_torch_on_the_cpu(weight, algorithm):
         return ops.torchs_conv_transpose2d(input, weight, bias, *geometry)  # which checks shapes in our words
     # Complex: torch's operator, which rewrites them as real ones before autograd, and checks shapes.
     if input.is_complex() and algorithm in ("auto", "native"):
         return torch.conv_transpose2d(input, weight, bias, *geometry)
-    # Eager, where torch's operator is chosen for all passes: ours would add nothing but host time. is_left_to_torch
-    # checks shapes.
+    # Eager, where torch's operator is chosen for all passes: ours would add nothing but host time. (Before it answers,
+    # is_left_to_torch checks that shapes fit together, and raises where they do not.)
     if is_eager and (input.is_cuda or input.is_cpu) and ops.is_left_to_torch(input, weight, bias, arguments):
         plain.store_call(key, lambda input, weight, bias: torch.conv_transpose2d(input, weight, bias, *geometry))
         return torch.conv_transpose2d(input, weight, bias, *geometry)

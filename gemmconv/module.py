@@ -101,7 +101,7 @@ class _Layer(nn.Module):
         weight: Any = parameters["weight"] if "weight" in parameters else self.weight  # noqa: SIM401
         bias: Any = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401
         output_padding: Any = self.output_padding
-        # A repeated call: a call of the same signature was prepared before. A first call may begin with _call_first.
+        # A repeated call: a call of the same signature was prepared before. A new signature may begin with _call_first.
         if (
             output_size is None
             and not compiling

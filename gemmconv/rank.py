@@ -12,7 +12,7 @@ channels are those of the slices that its taps read, side by side:
 
 Sums over depth taps are thus part of one product, which is rounded once, and no columns are written. If the kernel's
 depth equals its stride, all phases read one slice, and are one convolution with S times the output channels.
-Images are made of operators with gradients alone, so gradients, transforms and graphs work as for images. The product's
+All operators that make images have gradients, so gradients, transforms and graphs work as for images. The product's
 operator has gradients, but no rules for transforms, which torch's operator serves.
 """
 
@@ -188,9 +188,10 @@ def choose_way(volume: Volume, direction: Pass = "forward", spec: DeviceSpec | N
 
 
 def settled(way: Way, volume: Volume, precision: Precision | None, trains: bool) -> Way:
-    """The way of a call; images instead of a way in which torch's operator computes something and rounds otherwise.
+    """The way of a call, or images where that way would round otherwise than ``precision`` says.
 
-    torch's operator computes all of ``"torch"``, and some gradients of ``"product"``.
+    It would if torch's setting differs, and torch's operator has a part: it computes all of ``"torch"``, and some
+    gradients of ``"product"``.
 
     Args:
         way, volume, precision: of the call; the precision is the argument, None for torch's.
@@ -204,7 +205,7 @@ def settled(way: Way, volume: Volume, precision: Precision | None, trains: bool)
 def prepare(way: Way, tensors: Tensors, volume: Volume, options: dict[str, Any]) -> volumes.Call:
     """Prepare the eager call of a batch of volumes in one way; see :func:`compute`."""
     precision = options["precision"]
-    if way == "product" and volumes.program_of(volume.config()) is None:
+    if way == "product" and volumes.program_of(volume.config()) is None:  # torch's forward pass, and our gradients
         way = way if rounds_as_asked(volume.dtype, volume.device, precision) else "images"
     if way == "product":
         return volumes.prepare(tensors, volume, precision)
@@ -320,7 +321,7 @@ def way_of(volume: Volume, direction: Pass, is_hopper: bool) -> Way:
     - gradients by ``gemm_col2im`` had 0.6 to 90 times (see :func:`volumes.has_own_gradients`); those of images were
       1.3 to 3 times as fast as these for few channels, many groups, a depth of 1, and without TF32.
 
-    Images keep the host for 0.1 to 0.5 ms, in a training step for 0.4 to 1.8 ms, and so are for large outputs alone;
+    Images keep the host for 0.1 to 0.5 ms, in a training step for 0.4 to 1.8 ms, so only large outputs are images;
     kernels for volumes take no more of it than torch's operator. On two cores of an AMD EPYC, images had 1.4 to 2.5
     times torch's speed for large volumes under a kernel equal to the stride, 2.1 to 2.7 times for strides with
     dilation, 0.5 to 1.2 times for others.

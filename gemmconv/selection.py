@@ -143,9 +143,9 @@ def preference(config: Config, direction: Direction = "forward") -> Sequence[tup
 
 
 def _first_on_other_gpus(config: Config, direction: Direction) -> tuple[Algorithm, str]:
-    """The first algorithm on a GPU that is not Hopper: torch's operator, unless another is clearly faster on Hopper.
+    """The first algorithm on a GPU that is not Hopper: torch's operator, unless another is clearly faster.
 
-    Both are compared on the GPU that was measured.
+    Only a Hopper GPU was measured, so both are compared as on that one: see :func:`_on_measured_gpu`.
     """
     (seconds, first), *_ = measured = _estimates(_on_measured_gpu(config), direction)
     torchs = next(seconds for seconds, one in measured if one is NATIVE)
@@ -161,7 +161,10 @@ def _order_on_cpu(config: Config, direction: Direction, isa: str) -> list[tuple[
     ratio, threads = estimate.speedup(config, direction), torch.get_num_threads()
     fused = f"expected at {ratio:.2f} times torch's speed with {isa} and {threads} threads" if ratio else "not measured"
     texts = {"fused": f"{fused}; auto takes it from {estimate.LEAST_SPEEDUP:.2f} on", "native": "torch's operator"}
-    return [(one, texts.get(one.name, "to compare: slower than fused")) for _, one in _estimates(config, direction)]
+    return [
+        (one, texts.get(one.name, "kept to compare with: slower than fused"))
+        for _, one in _estimates(config, direction)
+    ]
 
 
 def _estimate_text(seconds: Seconds) -> str:
@@ -172,7 +175,7 @@ def _estimate_text(seconds: Seconds) -> str:
 
 
 def _on_measured_gpu(config: Config) -> Config:
-    """The configuration on the GPU where both sides were measured, without the kernels that only Hopper has."""
+    """The configuration with the speeds of the measured GPU, and the kernels that the GPU at hand can run."""
     return replace(config, spec=replace(MEASURED, capability=config.spec.capability))
 
 

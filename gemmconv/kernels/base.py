@@ -244,7 +244,8 @@ def why_no_kernels(device: torch.device, spec: DeviceSpec | None = None) -> str 
 def missing(device: torch.device) -> str | None:
     """Why this machine cannot compile or load kernels that its GPU could run, and the remedy, as a clause.
 
-    None if it can, if no kernel supports the GPU, and without a GPU: ``explain`` works on every machine.
+    None if nothing is missing. None too where no kernel could run: on a machine without a GPU, or on one that is too
+    old, so that ``explain`` works there.
     """
     if device.type != "cuda" or not torch.cuda.is_available() or spec_of(device).capability < AMPERE:
         return None

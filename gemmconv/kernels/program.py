@@ -234,7 +234,7 @@ class Operand:
         name: its name in params.
         form: the memory format in which it must be contiguous; None for a weight, which may have either.
         alignment: bytes; its address must be a multiple of them.
-        columns: zeros behind each of its rows, which pad it.
+        columns: width of the padding of zeros behind each of its rows.
         argument: the name of the call's argument, if it is not ``name``.
     """
 

@@ -1,7 +1,7 @@
 """Plain eager calls of conv_transpose2d, past the dispatcher: one look-up in the cache, then the prepared call.
 
-functional.py, module.py and compiled.py ask :func:`find_call` at every call. For a new signature they store what
-:func:`prepare` gives, a layer of signals what :func:`prepare_signal` gives.
+functional.py, module.py, rank.py and compiled.py ask :func:`find_call` at every call. For a new signature they store
+what :func:`prepare` gives, a layer of signals what :func:`prepare_signal` gives.
 
 The signature of a call holds all that decides how it is computed: dtypes, shapes and strides of its tensors, its
 arguments, whether gradients are recorded, and the state of this thread: modes, transforms, autocast, profiler,
@@ -54,7 +54,7 @@ def store_call(key: Hashable, call: Call | None) -> Call | None:
 
 
 def prepare(input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Arguments) -> Call | None:
-    """Prepare the call on such tensors; None in a mode, or for tensors, that the dispatcher serves.
+    """Prepare the call on such tensors. Returns None if the dispatcher has to serve it, for its mode or its tensors.
 
     Args:
         input, weight, bias: the input may be without a batch.
@@ -76,7 +76,7 @@ def _prepare_autocast(tensors: Tensors, arguments: Arguments) -> Call:
     if not casts_parameters(tensors, dtype):
         call = prepare_recording(tuple(map(cast, tensors)), arguments)
         return lambda input, weight, bias: call(cast(input), cast(weight), cast(bias))
-    # To prepare it, stand-ins without data do, in autocast's dtype. A call gets the float32 parameters, and casts them.
+    # The call takes float32 parameters and casts them. It is prepared with stand-ins without data in autocast's dtype.
     low = cast(tensors[0]), *(without_data(one, dtype) for one in tensors[1:])
     casting = prepare_recording(low, arguments, tensors[1:])
     return lambda input, weight, bias: casting(cast(input), weight, bias)

@@ -1,4 +1,4 @@
-"""Volumes by kernels of their own, as an operator and as prepared calls, which also compute gradients by them.
+"""Volumes by kernels of their own: an operator for every mode, and prepared calls for plain eager calls.
 
 A forward pass is one product on tensor cores (conv/gemm_mma), or a product into columns and a fold (``gemm_col2im``),
 whichever is expected to take less time. Gradients are computed by ``gemm_col2im``, or by torch's operator.
@@ -40,7 +40,8 @@ from gemmconv.selection import BY_NAME, choose, current_config, torch_precision
 Call = Callable[..., Tensor]  # of input, weight, and bias or None
 
 _GEMM_COL2IM, _NCHW = cast(GemmCol2im, BY_NAME["gemm_col2im"]), torch.contiguous_format
-DENSE, FEW = 16, 64  # channels of a group: fewer are few for a tensor core; at most so many are few for cuDNN
+DENSE = 16  # channels of a group from which on tensor cores are well used
+FEW = 64  # channels of a group up to which cuDNN is slow
 _MANY_COLUMNS, _MANY_TAPS = 1 << 26, 8  # elements; taps that reach an output
 _GEOMETRY = (
     "SymInt[] stride, SymInt[] padding, SymInt[] output_padding, SymInt groups, SymInt[] dilation, str? precision,"
@@ -73,7 +74,8 @@ class Volume(NamedTuple):
         """Its configuration, on its device or one with other properties; torch.channels_last is channels_last_3d."""
         memory_format = torch.channels_last if self.last else torch.contiguous_format
         given = self.problem, self.dtype, self.device, self.precision, self.workspace_limit, memory_format
-        return current_config(*given, algorithm="native", spec=spec)  # torch's operator with torch's own settings
+        # By this name torch's operator keeps torch's own settings, and is not limited to deterministic kernels.
+        return current_config(*given, algorithm="native", spec=spec)
 
 
 def is_hopper(device: torch.device) -> bool:

@@ -19,7 +19,8 @@ in two chunks. A fold has 3 output channels, 48 lines of 128 positions, so a blo
 It is for 16-bit types and TF32, NCHW and one group, where
 
 - a block of lines has all taps of some output channels, and each phase has a tap;
-- images have at most 256 inputs, or image and kernel have one row, and inputs are a multiple of four;
+- images have at most 256 inputs, or else image and kernel have one row;
+- inputs of an image are a multiple of four;
 - in 16 bits, rows of weights begin at multiples of 16 bytes.
 
 ``tiles_of`` gives no tile for other layers.
@@ -63,8 +64,8 @@ class Tile(PositionRows):
     Attributes:
         images: images of an item; 1 where items are windows.
         window: positions of each image that an item has: all of them, or a part of its only row.
-        compiled: the :attr:`row_blocks` and :attr:`fold_turns` that the kernel is compiled for, if it is compiled for a
-            tile that needs more of them; else ``(1, 1)``.
+        compiled: the least :attr:`row_blocks` and :attr:`fold_turns` of this tile: those of the tile that the kernel
+            was compiled for, where this one reuses it for another size; else ``(1, 1)``.
     """
 
     images: int
@@ -97,7 +98,7 @@ class Tile(PositionRows):
 
     @cached_property
     def windows(self) -> tuple[int, int, int]:
-        """Windows of an image, positions from one to the next, and positions of one before that of its first cell."""
+        """Windows of an image, positions from one window to the next, and positions of its left halo."""
         p = self.problem
         if self.window == p.in_pixels:
             return 1, 0, 0
@@ -125,7 +126,7 @@ class Tile(PositionRows):
 
     @property
     def fold_groups(self) -> int:
-        """Groups of threads, each of which gathers other output channels of a fold: as many as have all cells each."""
+        """Groups of threads, each of which gathers all cells of its share of a fold's output channels."""
         groups = 1
         while self.fold_outs % (2 * groups) == 0 and 2 * groups * self._usual_threads <= CONSUMERS:
             groups *= 2
@@ -300,7 +301,9 @@ class GemmFoldPixels(OneFormatForward):
     """See the module."""
 
     name = "sm90/gemm_fold_pixels"
-    serves = "one group, a common multiple of 16 and the taps of at most 256, images of at most 256 inputs or signals"
+    serves = (
+        "one group, taps whose least common multiple with 16 is at most 256, images of at most 256 inputs or signals"
+    )
     only_in = torch.contiguous_format
 
     def fitted(self, config: Config, direction: Pass, tile: Tile) -> Tile | None:
