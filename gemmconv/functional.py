@@ -98,9 +98,9 @@ def conv_transpose2d(
         and torch._C._get_tracing_state() is None  # under torch.jit.trace sizes are tensors
     )
     # What computes the call is said by the first of these cases that holds.
-    # On a CPU and not eager, for "native", or for "auto" and many output channels: torch's operator. A traced call has
+    # Not eager, on a CPU, and either "native" or "auto" for many output channels: torch's operator. A traced call has
     # no sizes to estimate with.
-    if input.is_cpu and not is_eager and _is_left_to_torch_on_the_cpu(weight, algorithm):
+    if input.is_cpu and not is_eager and _is_left_to_torch_on_the_cpu(weight, geometry[3], algorithm):
         return ops.torchs_conv_transpose2d(input, weight, bias, *geometry)  # which checks shapes in our words
     # Complex: torch's operator, which rewrites them as real ones before autograd, and checks shapes.
     if input.is_complex() and algorithm in ("auto", "native"):
@@ -126,7 +126,7 @@ def conv_transpose2d(
     return ops.conv_transpose2d(input, weight, bias, *arguments)
 
 
-def _is_left_to_torch_on_the_cpu(weight: Tensor, algorithm: str) -> bool:
+def _is_left_to_torch_on_the_cpu(weight: Tensor, groups: int, algorithm: str) -> bool:
     """Whether torch's operator serves a call on the CPU that is traced, compiled or of a subclass.
 
     It does for ``"native"``, and for ``"auto"`` unless there are few output channels, where gemm_col2im is faster. It
@@ -134,7 +134,9 @@ def _is_left_to_torch_on_the_cpu(weight: Tensor, algorithm: str) -> bool:
     """
     if is_exporting():
         return False
-    return algorithm == "native" or (algorithm == "auto" and not is_few_outputs(weight.shape[0], weight.shape[1]))
+    # A weight of too few axes is torch's, too, whose call checks its shape.
+    has_few_outputs = groups == 1 and weight.dim() > 1 and is_few_outputs(weight.shape[0], weight.shape[1])
+    return algorithm == "native" or (algorithm == "auto" and not has_few_outputs)
 
 
 def im2col(

@@ -303,9 +303,15 @@ def _tuned_gradients(config: Config, weight_config: Config) -> Gradients | None:
     first, second = map(BY_NAME.get, entry.algorithms)
     if first is None or second is None:
         return None
+    share, at_once, turned = (entry.how.get(name, False) for name in ("share", "at_once", "turned"))
+    if turned:  # in files, for via_channels_last
+        config = weight_config = replace(config, memory_format=torch.channels_last)
+    both = replace(config, weight_format=weight_config.memory_format)
+    if at_once and first is not NATIVE and first.choice(both, "grads") is None:
+        return None
     if not (can_serve(first, config, "input_grad") and can_serve(second, config, "weight_grad")):
         return None
-    return Gradients(first, second, *(entry.how.get(name, False) for name in ("share", "at_once", "turned")))
+    return Gradients(first, second, share, at_once, turned)
 
 
 def one_by_one(config: Config, weight_config: Config, requested: str, where: str) -> Gradients:

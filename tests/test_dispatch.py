@@ -212,3 +212,13 @@ def test_exports_are_told_from_compiled_graphs():
     assert torch.compile(Model(), backend="eager", fullgraph=True)(zero) == Model()(zero) == 0
     for strict in (True, False):
         assert torch.export.export(Model(), (zero,), strict=strict).module()(zero) == 1
+
+
+def test_weights_of_too_few_axes_are_refused_where_calls_are_not_eager():
+    class Subclass(torch.Tensor):
+        pass
+
+    input = torch.ones(1, 3, 4, 4).as_subclass(Subclass)
+    for weight in (torch.ones(3), torch.tensor(1.0)):
+        with pytest.raises(RuntimeError, match="weight must have shape"):
+            gemmconv.conv_transpose2d(input, weight)

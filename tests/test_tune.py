@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import gemmconv
-from gemmconv import rank, tuned
+from gemmconv import rank, selection, tuned
 from gemmconv.algorithms import gemm_col2im
 from gemmconv.geometry import Problem
 from gemmconv.kernels.base import Config
@@ -200,6 +200,15 @@ def test_another_versions_entries_are_passed_over_with_a_line(tmp_path, caplog):
         assert gemmconv.load_tuned(path) == 0
     assert "0.0.9" in caplog.text
     assert "tune again" in caplog.text
+
+
+def test_gradients_at_once_that_nothing_computes_are_passed_over():
+    how = {"share": False, "at_once": True, "turned": False}
+    entry = tuned.Entry(tuned.key_of(ON_GPU, "grads"), (2, 6, 5), ("fused", "fused"), how=how)
+    tuned.take([entry])
+    assert selection._tuned_gradients(ON_GPU, ON_GPU) is None
+    tuned.take([replace(entry, algorithms=("gemm_col2im",) * 2)])
+    assert selection._tuned_gradients(ON_GPU, ON_GPU).at_once
 
 
 WRONG = {"size": [0, 6, 5]}, {"size": "a"}, {"algorithms": []}, {"kernel": 3}, {"how": "x"}, {"microseconds": {"a": ""}}
