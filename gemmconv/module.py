@@ -137,9 +137,10 @@ class _Layer(nn.Module):
     def _call_first(
         self, key: Any, arguments_key: bytes, input: Tensor, weight: Tensor, bias: Tensor | None
     ) -> Tensor | None:
-        """Called first for a new signature, ``key``: 2-D layers compile ahead, 1-D layers may compute the output.
+        """A hook for the first call of a signature, ``key``, before the functional form computes it.
 
-        Returns the output, or None where the functional form is to compute it.
+        2-D layers begin to compile the kernels of later layers. 1-D layers return the output where they can, as images.
+        None asks for the functional form.
         """
 
     def extra_repr(self) -> str:

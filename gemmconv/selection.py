@@ -3,10 +3,10 @@
 ``auto`` takes what :func:`gemmconv.tune` measured, where it did. Else it compares the algorithms that can serve a pass:
 
     device      one pass                  both gradients              rule
-    Hopper      _estimates                _gradients_on_hopper        what a step is estimated to wait for the least
+    Hopper      _estimates                _gradients_on_hopper        the shortest estimated wait, of device and host
     other GPUs  _first_on_other_gpus      _gradients_on_other_gpus    torch's operator, unless ours is clearly faster
     CPU         _order_on_cpu             choose, for each            a rule that was fitted to measured rows
-    CPU, no C   last lines of preference  choose, for each            torch's operator; gemm_col2im for few outputs
+    CPU, no C   preference, at its end    choose, for each            torch's operator; gemm_col2im for few outputs
 
 An algorithm that is named is taken for all passes that it can serve. Named or not, it serves a gradient only where it
 can serve the forward pass, too: ``why_not(config)`` asks for that, ``why_not(config, direction)`` for the pass itself.
@@ -371,7 +371,7 @@ def _fastest_pair(config: Config, weight_config: Config, among: tuple[Algorithm,
     return min(found, key=lambda item: item[0].waited)
 
 
-tuned.on_change.append(_fastest_pair.cache_clear)
+tuned.on_change.append(_fastest_pair.cache_clear)  # an algorithm's estimate is that of its tuned kernel, if it has one
 
 
 def log_choice(chosen: Algorithm | Gradients, config: Config, weight_config: Config, direction: Pass) -> None:

@@ -85,8 +85,8 @@ extern "C" __global__ void __launch_bounds__(256) columns_col2im_kernel(const __
     const int origin = CELL_W == STRIDE_W ? j : 0;  // input column that the cell's reads are counted from
     const COLUMN_T* columns =
         p.columns + static_cast<long long>(plane) * (KERNEL_D * KERNEL_H * KERNEL_W) * tap_stride + origin;
-    const int out_rows = kIsVolume ? p.d_out * p.h_out : p.h_out;  // of a plane
-    OUTPUT_T* __restrict__ output = p.output + static_cast<long long>(plane) * out_rows * p.w_out;
+    const int plane_rows = kIsVolume ? p.d_out * p.h_out : p.h_out;
+    OUTPUT_T* __restrict__ output = p.output + static_cast<long long>(plane) * plane_rows * p.w_out;
     const accumulate_t bias = p.bias == nullptr ? accumulate_t(0) : widen(p.bias[plane % p.channels]);
 
     #pragma unroll

@@ -36,7 +36,8 @@
 
 constexpr int kFoldLines = FOLD_OUTS * kTaps, kFolds = LINES / kFoldLines, kFoldFloats = kFoldLines * FOLD_PITCH;
 // Chunks that are peeled off before the main loop. If ROW_BLOCKS is 1, an iteration takes two chunks, so one is peeled off where
-// their number is odd; LEAST_CHUNKS is odd just then. If ROW_BLOCKS is 2, an iteration takes one chunk.
+// their number is odd: LEAST_CHUNKS is 1 for one chunk, 2 for an even number, 3 for another odd one. If ROW_BLOCKS is 2, an
+// iteration takes one chunk.
 constexpr int kPeeled = ROW_BLOCKS == 1 ? LEAST_CHUNKS % 2 : 0;
 static_assert(kFoldLines % 8 == 0 && LINES % kFoldLines == 0, "a fold is columns of each thread");
 static_assert(FOLD_PITCH % 8 == 4 && kPositions <= FOLD_PITCH, "a warp writes columns to different banks");

@@ -101,7 +101,8 @@ class Kernel(ABC):
         features: required entries of :attr:`gemmconv.device.DeviceSpec.features`.
         dtypes: element types.
         serves: the layers that it is for, as a clause after "it is for".
-        computed_in: the required memory format; tensors in the other are transposed first. None if it takes either.
+        computed_in: the required memory format; tensors in the other are transposed first. None if it takes either, or
+            refuses one.
         searched: whether tiles are kept on disk, in the search cache: where a search takes longer than reading a file.
     """
 

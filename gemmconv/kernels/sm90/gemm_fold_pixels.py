@@ -176,7 +176,8 @@ class Tile(PositionRows):
         """Whether both rings of shared memory have two buffers at least, and windows are parts of an image."""
         slots, stages = self.ring_sizes
         whole = self.window == self.problem.in_pixels
-        return slots >= 2 and stages >= 2 and (whole or self.windows[0] > 1)  # one window is an image, to the kernel
+        # The kernel takes an item with a single window of its image for whole images.
+        return slots >= 2 and stages >= 2 and (whole or self.windows[0] > 1)
 
     @property
     def cycles(self) -> float:
