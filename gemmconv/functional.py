@@ -19,6 +19,7 @@ from gemmconv.kernels.base import Precision
 from gemmconv.kernels.columns.cpu import is_few_outputs
 from gemmconv.ops import call_cache, plain
 from gemmconv.ops import compiled as compiled  # registers the operators' lowerings for torch.compile
+from gemmconv.ops.schemas import Window, col2im_problem, im2col_problem
 from gemmconv.selection import NAMES, rounds_as_asked
 
 IntOrPair = int | Sequence[int]
@@ -171,6 +172,7 @@ def im2col(
     if input.dim() == rank + 1:
         return im2col(input.unsqueeze(0), *window).squeeze(0)
     if rank == 1:
+        im2col_problem(input, Window(*window))  # raises what is wrong in the words of one axis
         return im2col(input.unsqueeze(-2), *_of_height_1(window))
     if is_for_torch() or torch.onnx.is_in_onnx_export():
         return fold.unfold(input, *window)
@@ -216,6 +218,7 @@ def col2im(
     if columns.dim() == 2:
         return col2im(columns.unsqueeze(0), size, *window).squeeze(0)
     if rank == 1:
+        col2im_problem(columns, size, Window(*window))  # as above
         return col2im(columns, (1, *size), *_of_height_1(window)).squeeze(-2)
     if is_for_torch() or torch.onnx.is_in_onnx_export():
         return fold.fold(columns, size, *window)

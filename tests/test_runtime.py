@@ -29,6 +29,7 @@ pytest.importorskip("cuda.core", reason="compiling needs the cuda-core package")
 from gemmconv.algorithms import KERNELS
 from gemmconv.folder import cache_folder
 from gemmconv.kernels.columns import col2im
+from gemmconv.kernels.columns.chunking import whole_rows
 from gemmconv.kernels.layout import cast, transpose
 from gemmconv.kernels.program import At, Launch
 from gemmconv.kernels.splits import bias_grad, reduce
@@ -111,9 +112,13 @@ def launches_of_kernels():
 
 
 def launches_of_helpers():
-    """Casts, transposes, gradients of biases, and what the function ``col2im`` launches."""
+    """Casts, transposes, gradients of biases, and what ``col2im`` and ``im2col`` launch for images and volumes."""
+    volume = Problem(2, 4, 4, 2, (4, 6, 3), (2, 3, 1), (3, 2, 5), (0, 2, 0), (1, 1, 2), (2, 1, 1))
+    rows, out_rows = whole_rows(volume)
     for dtype in DTYPES:
         yield f"col2im-{dtype}", *col2im.fold(PROBLEMS["decoder"], dtype, dtype, At("output"), 2, (0, 8), (0, 16))
+        yield f"col2im-volume-{dtype}", *col2im.fold(volume, dtype, dtype, At("output"), 2, rows, out_rows)
+        yield f"im2col-volume-{dtype}", *col2im.unfold(volume, dtype, At("images"), 2, rows)
     for low in (torch.float16, torch.bfloat16):
         for source, target in ((torch.float32, low), (low, torch.float32)):
             yield f"cast-{source}-{target}", *cast.casts([("a", "b", 1)], source, target)
