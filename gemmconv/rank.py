@@ -206,7 +206,7 @@ def prepare(way: Way, tensors: Tensors, volume: Volume, options: dict[str, Any])
     """Prepare the eager call of a batch of volumes in one way; see :func:`compute`."""
     precision = options["precision"]
     if way == "product" and volumes.program_of(volume.config()) is None:  # torch's forward pass, and our gradients
-        way = way if rounds_as_asked(volume.dtype, volume.device, precision) else "images"
+        way = settled(way, volume, precision, trains=True)
     if way == "product":
         return volumes.prepare(tensors, volume, precision)
     return lambda input, weight, bias: compute(way, input, weight, bias, volume, options)
@@ -349,7 +349,7 @@ def way_of(volume: Volume, direction: Pass, is_hopper: bool) -> Way:
         least = least // 2 if is_wide else least  # many taps keep the device for longer
     if images_are_faster and _has_outputs(p, least):  # else the host takes too long
         return "images"
-    if volumes.torch_is_faster(p, volume.dtype, volume.precision, is_hopper):
+    if volumes.torch_is_faster(p, volume.dtype, volume.precision):
         return "product" if is_step and volumes.has_own_gradients(p) else "torch"
     return "product"
 

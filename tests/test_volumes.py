@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import gemmconv
 from gemmconv import rank, selection
+from gemmconv.device import named
 from gemmconv.explain import ModelExplanation
 from gemmconv.geometry import Problem
 from gemmconv.kernels.base import Config
@@ -230,6 +231,16 @@ def test_rule_on_gpus(monkeypatch):
         assert (way(stride_1 | large), way(stride_1), way(large)) == ("images", "product", "product")
     assert way(stride_1 | large) == "product"
     assert way(stride_1 | {"out_channels": 128}) == way(stride_1 | {"in_channels": 64, "out_channels": 64}) == "torch"
+
+
+@pytest.mark.parametrize("gpu", ["A100", "H200"])
+def test_kernels_for_volumes_are_there_to_be_tuned_on_every_gpu(gpu):
+    """The rule leaves dense layers to torch's operator on GPUs that were not measured; tune may take kernels there."""
+    dense = replace(PROBLEMS[0], in_channels=32, out_channels=48)
+    for problem in (dense, replace(dense, kernel_size=(2,) * 3, padding=(0,) * 3, output_padding=(0,) * 3)):
+        volume = volumes.Volume(problem, torch.float32, torch.device("cuda", 0), "tf32")
+        assert volumes.choice_of(volume.config(named(gpu))) is not None
+        assert rank.way_of(volume, "forward", gpu == "H200") == ("product" if gpu == "H200" else "torch")
 
 
 def test_torchs_operator_has_no_part_where_it_rounds_otherwise(monkeypatch):

@@ -114,21 +114,18 @@ def prepare(tensors: Tensors, volume: Volume, precision: Precision | None) -> Ca
         run = with_node(run, backward, needs)
     if not casts:
         return run
-
     return lambda *tensors: run(*(cast_as_autocast(one, config.dtype) for one in tensors))
 
 
-def torch_is_faster(problem: Problem, dtype: torch.dtype, precision: Precision, is_hopper: bool) -> bool:
+def torch_is_faster(problem: Problem, dtype: torch.dtype, precision: Precision) -> bool:
     """Whether torch's operator is expected to compute a forward pass faster than the kernels for volumes.
 
     On an H200 cuDNN was up to 1.3 times as fast for deep layers, and as fast under a stride of 1 where the channels
     fill its tiles; without TF32, and where the kernel equals the stride, it never was.
     """
     channels = problem.gemm_k, problem.group_out_channels
-    if not is_dense(problem) or (is_hopper and problem.is_apart):
+    if not is_dense(problem) or problem.is_apart:
         return False
-    if not is_hopper:  # not measured there
-        return True
     is_float32 = dtype == torch.float32
     if is_float32 and precision == "ieee":
         return False
@@ -156,8 +153,7 @@ def has_own_gradients(problem: Problem) -> bool:
 @lru_cache(maxsize=256)
 def choice_of(config: Config) -> Choice | None:
     """The kernel of a forward pass with the least expected time; None where torch's operator computes it."""
-    is_slower = torch_is_faster(config.problem, config.dtype, config.precision, config.spec.is_hopper)
-    if is_slower or config.device.type != "cuda":
+    if config.device.type != "cuda" or torch_is_faster(config.problem, config.dtype, config.precision):
         return None
     able = choices(config, "forward", (gemm_mma.KERNEL, _GEMM_COL2IM))
     return min(able, key=lambda choice: choice.seconds, default=None)
@@ -232,11 +228,10 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-    (input, weight), (*geometry, _, _) = ctx.saved_tensors, (*ctx.arguments, None)[:7]
-    needs, others = ctx.needs_input_grad[:3], [None] * len(ctx.arguments)
+    (input, weight), arguments = ctx.saved_tensors, (*ctx.arguments, None)[:7]  # a call may leave out the last
+    geometry, needs, others = arguments[:5], ctx.needs_input_grad[:3], [None] * len(ctx.arguments)
     is_first_order = not torch.is_grad_enabled() and not transforms_active()
     if is_first_order and grad_output.is_cuda and has_own_gradients(_problem(input.shape, weight.shape, *geometry)):
-        arguments = (*ctx.arguments, None)[:7]
         found = GRADS_OPERATOR(grad_output, input, weight, *arguments, list(needs))
         return *(one if need else None for one, need in zip(found, needs, strict=True)), *others
     return *_torchs_gradients(grad_output, input, weight, ctx.bias_sizes, geometry, needs), *others
