@@ -18,7 +18,7 @@ import torch
 
 import gemmconv
 from benchmarks.reference import Tensors
-from gemmconv import algorithms, ops, selection
+from gemmconv import algorithms, ops, pairs, selection
 from gemmconv.compare.measure import module_of
 from gemmconv.geometry import Problem
 from gemmconv.kernels.base import Config, Direction
@@ -131,7 +131,7 @@ class Contender:
             taken["forward"] = selection.choose(config, self.name, "benchmarks")
             kernels.append(taken["forward"].choice(config, "forward"))
         if "input_grad" in passes:
-            gradients = selection.choose_gradients(config, config, self.name, "benchmarks")
+            gradients = pairs.choose_pair(config, config, self.name, "benchmarks")
             if gradients.via_channels_last:
                 computed = replace(config, memory_format=torch.channels_last)
             taken |= {"input_grad": gradients.input_grad, "weight_grad": gradients.weight_grad}

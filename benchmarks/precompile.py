@@ -21,7 +21,8 @@ from gemmconv.geometry import Problem
 from gemmconv.kernels.base import Direction, Pass, Precision
 from gemmconv.kernels.layout.transpose import prepare_via_channels_last
 from gemmconv.ops.programs import both_programs
-from gemmconv.selection import choose, choose_gradients, current_config
+from gemmconv.pairs import choose_pair
+from gemmconv.selection import choose, current_config
 from gemmconv.tune import OPERANDS
 
 T = TypeVar("T")
@@ -86,7 +87,7 @@ def _compile(job: Job) -> None:
     problem, precision, layout, passes, spec, arch, only_auto = job
     only_compile(arch)
     config = asked(problem, precision, layout, spec)
-    gradients = choose_gradients(config, config, "auto", "benchmarks") if "weight_grad" in passes else None
+    gradients = choose_pair(config, config, "auto", "benchmarks") if "weight_grad" in passes else None
     taken = [choose(config, "auto", "benchmarks")] if "forward" in passes else []
     taken += [gradients.input_grad, gradients.weight_grad] if gradients else []
     for algorithm in dict.fromkeys(taken) if only_auto else ALGORITHMS:

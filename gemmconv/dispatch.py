@@ -94,15 +94,15 @@ def are_dense(*tensors: Tensor | None) -> bool:
     return True
 
 
-def is_for_torch() -> bool:
+def transforms_need_torch() -> bool:
     """Whether transforms of torch.func are active that need torch's own operators."""
     if not transforms_active():
         return False
     return torch.compiler.is_compiling() or any(kind != TransformType.Grad for kind in _transforms())
 
 
-def are_for_torch(*tensors: Tensor | None) -> bool:
-    """Whether torch's operator has to serve one of these tensors: it has no strides, or is of a wrapper subclass.
+def tensors_need_torch(*tensors: Tensor | None) -> bool:
+    """Whether torch's operator has to serve a call on these: one has no strides, or is of a wrapper subclass.
 
     A wrapper subclass (distributed, quantised) has rules for torch's operators, and none for those of a library.
     """

@@ -10,14 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gemmconv import selection, tuned, validation
+from gemmconv import pairs, selection, tuned, validation
 from gemmconv.algorithms import ALGORITHMS, Algorithm
 from gemmconv.device import named
 from gemmconv.geometry import Problem
 from gemmconv.kernels.base import Choice, Config, Direction, Precision
 from gemmconv.kernels.forms import launches
 from gemmconv.kernels.program import Program
-from gemmconv.module import RANKS
 from gemmconv.ops import volumes
 from gemmconv.ops.autocast import current_dtype
 from gemmconv.ops.volumes import Volume
@@ -27,7 +26,8 @@ from gemmconv.warmup import preserve_state, recording
 
 Compilations = tuple[tuple[str, tuple[tuple[str, str | int], ...]], ...]  # sources with their sorted macros
 
-_LAYERS = tuple(RANKS)
+_AXES: dict[type[nn.Module], int] = {nn.ConvTranspose1d: 1, nn.ConvTranspose2d: 2, nn.ConvTranspose3d: 3}
+_LAYERS = tuple(_AXES)
 _MOST_STEPS = 12  # most steps of a program that a report lists
 _PASSES = {"forward": "forward", "input_grad": "gradient of the input", "weight_grad": "gradient of the weight"}
 
@@ -241,7 +241,7 @@ def explain_problem(
     settings = precision, workspace_limit, memory_format, bias, algorithm
     config = selection.current_config(problem, dtype, where, *settings, spec=None if gpu is None else named(gpu))
     chosen = selection.choose(config, algorithm, "explain", direction)
-    gradients = selection.choose_gradients(config, config, algorithm, "explain")
+    gradients = pairs.choose_pair(config, config, algorithm, "explain")
     reasons, entry = {}, tuned.entry_of(config, direction)
     for candidate, rule in selection.preference(config, direction):
         if (refusal := candidate.why_not(config)) is not None:
@@ -299,7 +299,7 @@ def _kernel_reports(algorithm: Algorithm, config: Config, direction: Direction) 
 
 def _of_layer(name: str, layer: Any, input: Tensor | Sequence[int], options: dict[str, Any]) -> LayerExplanation:
     """The explanation of a layer's call on a tensor, or on one of this shape."""
-    rank = next(rank for kind, rank in RANKS.items() if isinstance(layer, kind))
+    rank = next(rank for kind, rank in _AXES.items() if isinstance(layer, kind))
     given_shape = getattr(input, "shape", input)  # of a tensor or an array
     if not isinstance(given_shape, Sequence) or isinstance(given_shape, str):
         validation.fail(TypeError, "explain", "input", "be a tensor or a shape", repr(input))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gemmconv import arrays, ops, validation
 from gemmconv.algorithms import fold
-from gemmconv.dispatch import are_for_torch, is_exporting, is_for_torch
+from gemmconv.dispatch import is_exporting, tensors_need_torch, transforms_need_torch
 from gemmconv.kernels.base import Precision
 from gemmconv.kernels.columns.cpu import is_few_outputs
 from gemmconv.ops import call_cache, plain
@@ -73,8 +73,8 @@ def conv_transpose2d(
     are_plain = plain.are_torch_tensors(input, weight, bias)
     key = None
     # A repeated call: a call of the same signature was prepared before, and its checks were made then.
-    if are_plain and not torch.compiler.is_compiling() and (text := call_cache.arguments_key(given)) is not None:
-        call, key = plain.find_call(input, weight, bias, text)
+    if are_plain and not torch.compiler.is_compiling() and (given_key := call_cache.arguments_key(given)) is not None:
+        call, key = plain.find_call(input, weight, bias, given_key)
         if call is not None:
             return call(input, weight, bias)
     # Arrays of other libraries: this function again, on tensors that share their memory.
@@ -98,30 +98,30 @@ def conv_transpose2d(
         and not torch.compiler.is_compiling()
         and torch._C._get_tracing_state() is None  # under torch.jit.trace sizes are tensors
     )
-    # What computes the call is said by the first of these cases that holds.
-    # Not eager, on a CPU, and either "native" or "auto" for many output channels: torch's operator. A traced call has
-    # no sizes to estimate with.
-    if input.is_cpu and not is_eager and _is_left_to_torch_on_the_cpu(weight, geometry[3], algorithm):
-        return ops.torchs_conv_transpose2d(input, weight, bias, *geometry)  # which checks shapes in our words
-    # Complex: torch's operator, which rewrites them as real ones before autograd, and checks shapes.
+    # The first case that holds says what computes the call:
+    #   1. traced, compiled or a subclass, on a CPU    torch's operator, which needs no sizes to be chosen by
+    #   2. complex                                     torch's operator, which makes real tensors of them
+    #   3. eager, and auto takes torch's operator      torch's operator, without ours around it, which costs host time
+    #   4. eager                                       a prepared call, which launches kernels without the dispatcher
+    #   5. ONNX, transforms, wrapper subclasses        torch's operator, since they have no rules for another
+    #   6. all else                                    our operator, by the dispatcher, which serves every other mode
+    if input.is_cpu and not is_eager and _is_left_to_torch_on_the_cpu(weight, groups, algorithm):
+        return ops.checked_torch_conv_transpose2d(input, weight, bias, *geometry)
     if input.is_complex() and algorithm in ("auto", "native"):
         return torch.conv_transpose2d(input, weight, bias, *geometry)
-    # Eager, where torch's operator is chosen for all passes: ours would add nothing but host time. (Before it answers,
-    # is_left_to_torch checks that shapes fit together, and raises where they do not.)
+    # is_left_to_torch raises where shapes do not fit together.
     if is_eager and (input.is_cuda or input.is_cpu) and ops.is_left_to_torch(input, weight, bias, arguments):
         plain.store_call(key, lambda input, weight, bias: torch.conv_transpose2d(input, weight, bias, *geometry))
         return torch.conv_transpose2d(input, weight, bias, *geometry)
-    # Plain and eager: a prepared call launches our kernels without torch's dispatcher.
+    # A key means that the tensors are torch's own. prepare returns None for a mode that needs the dispatcher.
     if key is not None and (call := plain.store_call(key, plain.prepare(input, weight, bias, arguments))) is not None:
         return call(input, weight, bias)
-    # Exports to ONNX, transforms, wrapper subclasses: they have rules for torch's operators alone.
     if torch.onnx.is_in_onnx_export() or (
         algorithm in ("auto", "native")
-        and (is_for_torch() or are_for_torch(input, weight, bias))
+        and (transforms_need_torch() or tensors_need_torch(input, weight, bias))
         and rounds_as_asked(input.dtype, input.device, precision)
     ):
         return torch.conv_transpose2d(input, weight, bias, *geometry)
-    # All else: our operator, through the dispatcher, which serves every other mode.
     if input.dim() == 3:
         return ops.conv_transpose2d(input.unsqueeze(0), weight, bias, *arguments).squeeze(0)
     return ops.conv_transpose2d(input, weight, bias, *arguments)
@@ -135,7 +135,7 @@ def _is_left_to_torch_on_the_cpu(weight: Tensor, groups: int, algorithm: str) ->
     """
     if is_exporting():
         return False
-    # A weight of too few axes is torch's, too, whose call checks its shape.
+    # A weight with too few axes goes to torch's operator too, whose check of shapes raises.
     has_few_outputs = groups == 1 and weight.dim() > 1 and is_few_outputs(weight.shape[0], weight.shape[1])
     return algorithm == "native" or (algorithm == "auto" and not has_few_outputs)
 
@@ -174,7 +174,7 @@ def im2col(
     if rank == 1:
         im2col_problem(input, Window(*window))  # raises what is wrong in the words of one axis
         return im2col(input.unsqueeze(-2), *_of_height_1(window))
-    if is_for_torch() or torch.onnx.is_in_onnx_export():
+    if transforms_need_torch() or torch.onnx.is_in_onnx_export():
         return fold.unfold(input, *window)
     return ops.im2col(input, *window)
 
@@ -190,7 +190,7 @@ def col2im(
     """Signals, images or volumes of summed sliding windows, the transpose of ``im2col``; see torch.nn.functional.fold.
 
     An ``output_size`` of one or three elements asks for signals or volumes; an int is for images. 16-bit columns are
-    summed in float32 and rounded once, on a CPU those of volumes once more between slices.
+    summed in float32 and rounded once; on a CPU, volumes are folded slice by slice and rounded after each.
 
     Args:
         columns: ``[N, C*K, L]`` or ``[C*K, L]``, floating-point, K the product of kernel_size.
@@ -218,9 +218,9 @@ def col2im(
     if columns.dim() == 2:
         return col2im(columns.unsqueeze(0), size, *window).squeeze(0)
     if rank == 1:
-        col2im_problem(columns, size, Window(*window))  # as above
+        col2im_problem(columns, size, Window(*window))  # raises what is wrong in the words of one axis
         return col2im(columns, (1, *size), *_of_height_1(window)).squeeze(-2)
-    if is_for_torch() or torch.onnx.is_in_onnx_export():
+    if transforms_need_torch() or torch.onnx.is_in_onnx_export():
         return fold.fold(columns, size, *window)
     return ops.col2im(columns, size, *window)
 
@@ -232,5 +232,5 @@ def _window(where: str, rank: int, *given: IntOrPair) -> tuple[Any, ...]:
 
 
 def _of_height_1(window: tuple[Any, ...]) -> list[tuple[int, int]]:
-    """A window of signals as one of images of height 1."""
+    """A window of signals as one of images: on the axis of height 1 kernel, dilation and stride are 1, padding is 0."""
     return [(one, *of) for one, of in zip((1, 1, 0, 1), window, strict=True)]

@@ -26,7 +26,8 @@ class _Layer(nn.Module):
     precision: Precision | None = None
     workspace_limit: int | None = None
     _cached_key: tuple[Any, bytes | None] | None = None  # arguments of the last call, and their key
-    _function: Callable[..., Tensor]  # computes a call on the layer's tensors and settings
+    _axes: int  # 1 for signals, 2 for images, 3 for volumes
+    _function: Callable[..., Tensor]  # the functional form: it computes any call, with all checks
 
     def __init__(
         self,
@@ -47,12 +48,11 @@ class _Layer(nn.Module):
         precision: Precision | None = None,
         workspace_limit: int | None = None,
     ) -> None:
-        axes = RANKS[next(kind for kind in type(self).__mro__ if kind in RANKS)]
-        where = f"ConvTranspose{axes}d"
+        where = f"ConvTranspose{self._axes}d"
         counts = {"in_channels": in_channels, "out_channels": out_channels, "groups": groups}
         sizes = {"kernel_size": kernel_size, "stride": stride, "padding": padding, "output_padding": output_padding}
         sizes["dilation"] = dilation
-        checked = validation.module(where, axes, counts, sizes, bias, padding_mode, device, dtype)
+        checked = validation.module(where, self._axes, counts, sizes, bias, padding_mode, device, dtype)
         validation.choice(where, algorithm, NAMES, precision, workspace_limit)
         super().__init__(**checked, bias=bias, padding_mode=padding_mode, device=device, dtype=dtype)
         self.algorithm = algorithm
@@ -61,22 +61,22 @@ class _Layer(nn.Module):
         self._register()
 
     def _register(self) -> None:
-        """Called when the layer was made, copied or unpickled."""
+        """Do nothing. 2-D layers note here that they exist: it runs when a layer was made, copied or unpickled."""
 
     def _arguments(self) -> tuple[Any, ...]:
-        """The arguments of a call after its tensors; a 1-D layer's are those of the call on images."""
+        """The arguments of a call after its tensors, of the call on images for a 1-D layer."""
         geometry = self.stride, self.padding, self.output_padding, self.groups, self.dilation
         given = rank.of_height_1(*geometry) if len(self.stride) == 1 else geometry  # type: ignore[arg-type]
         return *given, self.algorithm, self.precision, self.workspace_limit
 
     def _arguments_key(self) -> bytes | None:
-        """The key of a call's arguments; attributes may have changed since the last call."""
-        arguments: tuple[Any, ...] = (
+        """The arguments of a call as bytes, made anew if an attribute has changed; None if they have no such form."""
+        attributes: tuple[Any, ...] = (
             *(self.stride, self.padding, self.output_padding, self.groups, self.dilation),
             *(self.algorithm, self.precision, self.workspace_limit),
         )
-        if (cached := self._cached_key) is None or cached[0] != arguments:
-            self._cached_key = cached = arguments, call_cache.arguments_key(self._arguments())
+        if (cached := self._cached_key) is None or cached[0] != attributes:
+            self._cached_key = cached = attributes, call_cache.arguments_key(self._arguments())
         return cached[1]
 
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
@@ -92,7 +92,8 @@ class _Layer(nn.Module):
             ValueError: an output_size that no output_padding below the stride gives.
         """
         compiling = torch.compiler.is_compiling()
-        # Inside ``gemmconv.patched`` every torch function calls the block's mode, which has nothing to do for a layer.
+        # Inside ``gemmconv.patched`` every torch function calls the block's mode, which does nothing for our layers. So
+        # the call begins again with modes switched off: then none is counted.
         if not compiling and function_mode_count() and only_patched():
             with torch._C.DisableTorchFunction():
                 return self.forward(input, output_size)
@@ -101,7 +102,7 @@ class _Layer(nn.Module):
         weight: Any = parameters["weight"] if "weight" in parameters else self.weight  # noqa: SIM401
         bias: Any = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401
         output_padding: Any = self.output_padding
-        # A repeated call: a call of the same signature was prepared before. A new signature may begin with _call_first.
+        # A repeated call: a call of the same signature was prepared before.
         if (
             output_size is None
             and not compiling
@@ -112,7 +113,7 @@ class _Layer(nn.Module):
             if call is not None:
                 return call(input, weight, bias)
             if key is not None:
-                output = self._call_first(key, arguments_key, input, weight, bias)
+                output = self._on_cache_miss(key, arguments_key, input, weight, bias)
                 if output is not None:
                     return output
         # Any other call, with all checks.
@@ -134,13 +135,12 @@ class _Layer(nn.Module):
             workspace_limit=self.workspace_limit,
         )
 
-    def _call_first(
+    def _on_cache_miss(
         self, key: Any, arguments_key: bytes, input: Tensor, weight: Tensor, bias: Tensor | None
     ) -> Tensor | None:
-        """A hook for the first call of a signature, ``key``, before the functional form computes it.
+        """Return None, so that the functional form computes a call whose signature ``key`` is not in the cache.
 
-        2-D layers begin to compile the kernels of later layers. 1-D layers return the output where they can, as images.
-        None asks for the functional form.
+        A layer of another rank may do more here, and may return the output.
         """
 
     def extra_repr(self) -> str:
@@ -175,6 +175,7 @@ class ConvTranspose2d(_Layer, nn.ConvTranspose2d):
     torch.Size([1, 32, 16, 16])
     """
 
+    _axes = 2
     _function = staticmethod(functional.conv_transpose2d)
     _position: int = -1  # in the order in which modules are made
 
@@ -186,7 +187,9 @@ class ConvTranspose2d(_Layer, nn.ConvTranspose2d):
         super().__setstate__(state)
         self._register()
 
-    def _call_first(self, key: Any, arguments_key: bytes, input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    def _on_cache_miss(
+        self, key: Any, arguments_key: bytes, input: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> None:
         """Compile in the background what the layers made after this one are likely to launch."""
         if input.is_cuda and self.algorithm != "native":
             followers.compile_followers(self._position, self, (input, weight, bias))
@@ -200,20 +203,25 @@ class ConvTranspose1d(_Layer, nn.ConvTranspose1d):
     torch.Size([1, 32, 16])
     """
 
+    _axes = 1
     _function = staticmethod(rank.conv_transpose1d)
 
-    def _call_first(
+    def _on_cache_miss(
         self, key: Any, arguments_key: bytes, input: Tensor, weight: Tensor, bias: Tensor | None
     ) -> Tensor | None:
-        """Prepare a call on signals; under autocast, or without a batch, find a prepared call on images of height 1."""
-        if input.dim() == 3:
-            # The functional form then raises what is wrong, in the words of one axis.
-            with suppress(TypeError, RuntimeError, ValueError, NotImplementedError):
-                made = plain.store_call(key, plain.prepare_signal(input, weight, bias, self._arguments()))
-                if made is not None:
-                    return made(input, weight, bias)
-        elif input.dim() != 2:
+        """Compute by a new prepared call on signals, or by a cached one on images of height 1; None if there is none.
+
+        Calls under autocast and without a batch are cached as calls on images, so they come here every time.
+        """
+        if input.dim() not in (2, 3):
             return None
+        call = None
+        # Arguments that are wrong get their error from the functional form, in the words of one axis.
+        with suppress(TypeError, RuntimeError, ValueError, NotImplementedError):
+            if input.dim() == 3:
+                call = plain.store_call(key, plain.prepare_signal(input, weight, bias, self._arguments()))
+        if call is not None:
+            return call(input, weight, bias)
         images, kernels = input.unsqueeze(-2), weight.unsqueeze(-2)
         call, _ = plain.find_call(images, kernels, bias, arguments_key)
         return None if call is None else call(images, kernels, bias).squeeze(-2)
@@ -227,10 +235,8 @@ class ConvTranspose3d(_Layer, nn.ConvTranspose3d):
     torch.Size([1, 32, 8, 16, 16])
     """
 
+    _axes = 3
     _function = staticmethod(rank.conv_transpose3d)
-
-
-RANKS: dict[type[nn.Module], int] = {nn.ConvTranspose1d: 1, nn.ConvTranspose2d: 2, nn.ConvTranspose3d: 3}
 
 
 _output_padding_for = validation.output_padding_for

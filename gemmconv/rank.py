@@ -28,7 +28,7 @@ from torch.autograd import forward_ad
 
 from gemmconv import arrays, tuned, validation
 from gemmconv.device import DeviceSpec
-from gemmconv.dispatch import are_dense, are_for_torch, is_exporting, is_for_torch, transforms_active
+from gemmconv.dispatch import are_dense, is_exporting, tensors_need_torch, transforms_active, transforms_need_torch
 from gemmconv.functional import conv_transpose2d
 from gemmconv.geometry import Problem, phases_of
 from gemmconv.kernels.base import Pass, Precision, why_no_kernels
@@ -292,7 +292,7 @@ def _is_for_torch(
         choose(current_config(problem, dtype, input.device, precision), algorithm, "conv_transpose3d")  # raises
     if algorithm != "auto":
         return algorithm == "native"
-    return input.is_complex() or (rounds_right and (is_for_torch() or are_for_torch(input, weight, bias)))
+    return input.is_complex() or (rounds_right and (transforms_need_torch() or tensors_need_torch(input, weight, bias)))
 
 
 def _checked(rank: int, input: Any, weight: Any, bias: Any, geometry: Any, options: Any) -> Problem:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gemmconv import selection, tuned, validation
+from gemmconv import pairs, selection, tuned, validation
 from gemmconv.algorithms import ALGORITHMS
 from gemmconv.compare.timing import cuda_rounds, medians_ms
 from gemmconv.explain import compilations_of
@@ -222,24 +222,24 @@ def _kernels(config: Config, direction: Direction, choices: Sequence[NamedChoice
 
 def _pairs_of_algorithms(config: Config) -> Iterator[_Candidate]:
     """The candidates of a backward pass: torch's, chosen together by estimates, chosen one by one, and at once."""
-    torchs = selection.Gradients(NATIVE, NATIVE, share=False, at_once=not config.deterministic)
-    pairs = [
-        torchs,
-        selection.choose_gradients(config, config, "auto", "tune"),
-        selection.one_by_one(config, config, "auto", "tune"),
+    pair_of_torch = pairs.Gradients(NATIVE, NATIVE, share=False, at_once=not config.deterministic)
+    candidates = [
+        pair_of_torch,
+        pairs.choose_pair(config, config, "auto", "tune"),
+        pairs.one_by_one(config, config, "auto", "tune"),
         *(
-            selection.Gradients(one, one, share=False, at_once=True)
+            pairs.Gradients(one, one, share=False, at_once=True)
             for one in ALGORITHMS
             if one.why_not(config, "weight_grad") is None and one.grads_estimate(config, config) < math.inf
         ),
     ]
     operands = _operands(config, "grads")
-    for pair in dict.fromkeys(pairs):
+    for pair in dict.fromkeys(candidates):
         prepare = partial(prepare_gradients, pair, config, config, tuple(operands), Convention())
         names = pair.input_grad.name, pair.weight_grad.name
         how = {"share": pair.share, "at_once": pair.at_once, "turned": pair.via_channels_last}
         taken = {"algorithms": names, "how": how}
-        yield _Candidate("+".join(dict.fromkeys(names)), pair == torchs, prepare, operands, taken)
+        yield _Candidate("+".join(dict.fromkeys(names)), pair == pair_of_torch, prepare, operands, taken)
 
 
 def _ways(volume: Volume, has_bias: bool, precision: Precision | None, direction: Pass) -> Iterator[_Candidate]:

@@ -38,7 +38,7 @@ class Entry:
         algorithms: the algorithms that ``auto`` takes: one, or for both gradients the input's and the weight's. For a
             volume the way of computing it, whose ``"grads"`` is a whole training step.
         kernel, tile: kernel of the algorithm and its tile; empty where there is only one.
-        how: how both gradients share work, by the attributes' names of ``selection.Gradients``.
+        how: how both gradients share work, by the attributes' names of ``pairs.Gradients``.
         microseconds: the least time of each algorithm that was measured.
     """
 

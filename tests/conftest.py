@@ -33,7 +33,7 @@ if (worker := os.environ.get("PYTEST_XDIST_WORKER")) is not None:
 
 from gemmconv.device import spec_of
 from gemmconv.kernels import search_cache
-from gemmconv.kernels.base import missing
+from gemmconv.kernels.base import missing_software
 from gemmconv.ops import autocast
 from tests import emulator
 from tests.samples import DEVICES
@@ -89,7 +89,7 @@ def _seeds() -> None:
 def _devices_are_asked_anew() -> None:
     """No test's GEMMCONV_CAPABILITY is another's."""
     spec_of.cache_clear()
-    missing.cache_clear()
+    missing_software.cache_clear()
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import gemmconv
-from gemmconv import ops, selection
+from gemmconv import ops, pairs
 from gemmconv.algorithms import ALGORITHMS, Config
 from gemmconv.kernels.base import strides_of
 from gemmconv.ops import autograd, call_cache
@@ -210,10 +210,10 @@ def test_both_gradients_together_pass_gradient_checks(result, device):
 )
 def test_gradients_of_nchw_can_be_computed_in_channels_last_between_turns(case, algorithm, device, monkeypatch, poison):
     chosen = next(one for one in ALGORITHMS if one.name == algorithm)
-    gradients = selection.Gradients(chosen, chosen, share=False, via_channels_last=True)
+    gradients = pairs.Gradients(chosen, chosen, share=False, via_channels_last=True)
     assert gradients.transposes_weight is (algorithm == "native")
     assert not gradients._replace(via_channels_last=False).transposes_weight
-    monkeypatch.setattr(selection, "choose_gradients", lambda *arguments: gradients)
+    monkeypatch.setattr(pairs, "choose_pair", lambda *arguments: gradients)
     monkeypatch.setattr(call_cache, "entries", {})
     formats = []
 

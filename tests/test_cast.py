@@ -22,7 +22,7 @@ from gemmconv.kernels.layout import cast
 from gemmconv.kernels.program import Operand, Output, Program
 from gemmconv.ops import autocast, gradients
 from gemmconv.ops.configs import Convention
-from gemmconv.ops.programs import add_cast_outputs, convert_outputs
+from gemmconv.ops.programs import also_return_casts, convert_outputs
 
 LOW = torch.float16, torch.bfloat16
 CPU = torch.device("cpu")
@@ -96,7 +96,7 @@ def test_a_forward_pass_casts_in_front(case, layout, with_bias, builder, poison)
     with emulator.install(builder):
         exact = program.prepare(CPU)(*low)
         for keeps in (False, True):
-            given = add_cast_outputs(program, low, Convention(parameter_dtype=torch.float32, returns_casts=keeps))
+            given = also_return_casts(program, low, Convention(parameter_dtype=torch.float32, returns_casts=keeps))
             call = given.prepare(CPU)
             poison("cpu")
             found, *casts = call(input, weight, bias) if keeps else (call(input, weight, bias),)

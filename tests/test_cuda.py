@@ -13,7 +13,7 @@ import torch
 
 import gemmconv
 from gemmconv.algorithms import ALGORITHMS, Config, direct
-from gemmconv.selection import choose_gradients
+from gemmconv.pairs import choose_pair
 from tests import reference
 from tests.cases import CASES, FEW_CASES, Case
 from tests.processes import in_threads, output_of
@@ -266,7 +266,7 @@ def test_both_gradients_at_once_of_more_than_two_to_the_31_elements(groups, memo
     assert elements > 2**31
     need_memory(8 * elements + 8 * GIB)
     config = Config(problem_of(case), torch.bfloat16, torch.device("cuda"), "ieee", memory_format=memory_format)
-    assert choose_gradients(config, config, "direct", "here").at_once
+    assert choose_pair(config, config, "direct", "here").at_once
     both = direct.Direct().choice(replace(config, weight_format=memory_format), "grads")
     assert (both.kernel.name == "direct/weight_grad") == (groups == 64)
     crossing = 2**31 // math.prod(case.output_shape[1:])

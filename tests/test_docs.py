@@ -209,7 +209,13 @@ def messages(text):
         for node in ast.walk(function):
             if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
                 names.setdefault(node.targets[0].id, []).append(node.value)
-        refuses = function.name in ("what_is_missing", "why_not", "refuses", "why_no_kernels", "why_not_dtype")
+        refuses = function.name in (
+            "what_is_missing",
+            "why_not",
+            "why_not_device_or_dtype",
+            "why_no_kernels",
+            "why_not_dtype",
+        )
         for node in ast.walk(function):
             if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
                 given = node.exc.args

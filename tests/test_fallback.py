@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import gemmconv
-from gemmconv import selection
+from gemmconv import pairs, selection
 from gemmconv.algorithms import Config, fallback, fold
 from gemmconv.algorithms.fused import Fused
 from gemmconv.algorithms.gemm_col2im import GemmCol2im
@@ -18,7 +18,7 @@ from gemmconv.device import REFERENCE
 from gemmconv.errors import CompileError, KernelError
 from gemmconv.geometry import Problem
 from gemmconv.kernels import base
-from gemmconv.kernels.base import missing, why_no_kernels
+from gemmconv.kernels.base import missing_software, why_no_kernels
 from gemmconv.kernels.columns import col2im
 from gemmconv.ops import call_cache, left_to_torch
 from gemmconv.runtime import available, sources
@@ -48,7 +48,7 @@ def gpu_at_hand(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(available, "importlib", SimpleNamespace(import_module=lambda name: None))
     monkeypatch.setattr(available, "_versions", lambda: (machine.compiler, machine.architectures, machine.driver))
-    missing.cache_clear()
+    missing_software.cache_clear()
     return machine
 
 
@@ -56,7 +56,7 @@ def gpu_at_hand(monkeypatch):
 def lacking(monkeypatch):
     """As if the device of the tensors could run kernels, and the machine lacked something."""
     for module in (fallback, left_to_torch):
-        monkeypatch.setattr(module, "missing", lambda device: REASON)
+        monkeypatch.setattr(module, "missing_software", lambda device: REASON)
 
 
 def compile_error():
@@ -97,7 +97,7 @@ UPGRADE = "NVRTC must know the device's compute capability 9.0, got NVRTC"
 def test_missing_names_an_old_driver_or_compiler_and_the_way_out(compiler, architecture, driver, message, gpu_at_hand):
     gpu_at_hand.compiler, gpu_at_hand.driver = compiler, driver
     gpu_at_hand.architectures = frozenset({80, architecture})
-    assert missing(GPU) == why_no_kernels(GPU, REFERENCE) == message
+    assert missing_software(GPU) == why_no_kernels(GPU, REFERENCE) == message
 
 
 @pytest.mark.parametrize("cuda", ["12.8", "13.0"])
@@ -123,14 +123,14 @@ def test_missing_names_the_extra_that_matches_torch(place, error, cuda, gpu_at_h
     monkeypatch.setattr(torch.version, "cuda", cuda)
     extra, first = f"gemmconv[cuda{cuda[:2]}]", str(error).splitlines()[0]
     rule = f"the packages of {extra} must be installed and whole"
-    assert missing(GPU) == f"{rule}, got {type(error).__name__}: {first}; pip install '{extra}'"
+    assert missing_software(GPU) == f"{rule}, got {type(error).__name__}: {first}; pip install '{extra}'"
 
 
 def test_missing_says_that_rocm_has_no_kernels(gpu_at_hand, monkeypatch):
     """There a compute capability says nothing."""
     monkeypatch.setattr(torch.version, "hip", "6.4.43482")
     monkeypatch.setattr(torch.version, "cuda", None)
-    assert missing(GPU) == "torch must be built for NVIDIA GPUs, got one for ROCm 6.4.43482"
+    assert missing_software(GPU) == "torch must be built for NVIDIA GPUs, got one for ROCm 6.4.43482"
     spec = replace(REFERENCE, capability=(9, 4))
     assert "ROCm 6.4" in Fused().why_not(Config(PROBLEM, torch.float32, GPU, spec=spec))
 
@@ -139,7 +139,7 @@ def test_missing_names_sources_that_are_not_there(gpu_at_hand, monkeypatch, tmp_
     monkeypatch.setattr(sources, "_PACKAGE", tmp_path / "gemmconv")
     sources.directory.cache_clear()
     try:
-        assert missing(GPU).endswith("; reinstall gemmconv")
+        assert missing_software(GPU).endswith("; reinstall gemmconv")
     finally:
         sources.directory.cache_clear()
 
@@ -147,7 +147,7 @@ def test_missing_names_sources_that_are_not_there(gpu_at_hand, monkeypatch, tmp_
 def test_missing_is_asked_once(gpu_at_hand, monkeypatch):
     calls = []
     monkeypatch.setattr(base, "what_is_missing", lambda capability: calls.append(capability))
-    assert [missing(GPU), missing(GPU)] == [None, None]
+    assert [missing_software(GPU), missing_software(GPU)] == [None, None]
     assert calls == [(9, 0)]
 
 
@@ -157,21 +157,21 @@ def test_missing_imports_the_runtime_in_spite_of_a_filter_that_makes_errors_of_w
         warnings.warn("old", DeprecationWarning, stacklevel=1)
 
     monkeypatch.setattr(available, "importlib", SimpleNamespace(import_module=deprecated))
-    assert missing(GPU) is None
+    assert missing_software(GPU) is None
 
 
 def test_missing_says_nothing_of_gpus_that_no_kernel_is_for(gpu_at_hand, monkeypatch):
     older = replace(REFERENCE, capability=(7, 5))
     monkeypatch.setattr(base, "spec_of", lambda device: older)
     gpu_at_hand.driver = (11, 0)
-    assert missing(GPU) is None
+    assert missing_software(GPU) is None
     assert "8.0 or more, got 7.5" in why_no_kernels(GPU)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is at hand")
 def test_missing_asks_nothing_where_no_gpu_is_at_hand(monkeypatch):
     monkeypatch.setattr(base, "what_is_missing", lambda capability: pytest.fail("asked"))
-    assert missing(GPU) is None
+    assert missing_software(GPU) is None
     assert gemmconv.explain(PROBLEM, device="cuda").algorithm == "fused"
 
 
@@ -209,7 +209,7 @@ def test_explain_says_what_is_missing(capability, dtype, gpu_at_hand, monkeypatc
         assert not found.gradients_turned
         assert not found.config.deterministic  # torch's operator as it is without gemmconv
         for name in ("direct", "fused", "gemm_col2im"):
-            assert found.reasons[name] == f"cannot serve it: {missing(GPU)}"
+            assert found.reasons[name] == f"cannot serve it: {missing_software(GPU)}"
 
 
 @pytest.mark.parametrize("name", ["direct", "fused", "gemm_col2im"])
@@ -217,7 +217,7 @@ def test_a_named_algorithm_raises_what_is_missing(name, gpu_at_hand):
     gpu_at_hand.driver = (12, 4)
     with pytest.raises(NotImplementedError) as caught:
         gemmconv.explain(PROBLEM, device="cuda", algorithm=name)
-    assert str(caught.value) == f'explain: {name}: {missing(GPU)}; or use algorithm="auto"'
+    assert str(caught.value) == f'explain: {name}: {missing_software(GPU)}; or use algorithm="auto"'
 
 
 def test_auto_refuses_a_precision_that_torch_would_not_keep(gpu_at_hand, monkeypatch):
@@ -227,7 +227,7 @@ def test_auto_refuses_a_precision_that_torch_would_not_keep(gpu_at_hand, monkeyp
         spec = replace(REFERENCE, capability=capability)
         config = Config(PROBLEM, torch.float32, GPU, "ieee", torch_precision="tf32", spec=spec)
         with pytest.raises(NotImplementedError, match=r"update the driver.*native: precision follows"):
-            selection.choose_gradients(config, config, "auto", "test")
+            pairs.choose_pair(config, config, "auto", "test")
 
 
 def test_fold_takes_torchs_operators_where_kernels_are_missing(gpu_at_hand):
@@ -450,7 +450,7 @@ def check_on_gpu(tensors):
 @pytest.mark.gpu
 def test_gpu_calls_take_torchs_operator_where_something_is_missing(monkeypatch, images_and_weight, said):
     monkeypatch.setattr(base, "what_is_missing", lambda capability: REASON)
-    missing.cache_clear()
+    missing_software.cache_clear()
     for _ in range(2):
         check_on_gpu(images_and_weight)
     with torch.autocast("cuda"):
@@ -463,7 +463,7 @@ def test_gpu_calls_take_torchs_operator_where_something_is_missing(monkeypatch, 
 
 @pytest.mark.gpu
 def test_gpu_lacks_nothing_here():
-    assert missing(GPU) is None
+    assert missing_software(GPU) is None
 
 
 @pytest.mark.gpu

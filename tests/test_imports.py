@@ -12,7 +12,10 @@ from tests.processes import output_of
 PACKAGE = Path(gemmconv.__file__).parent
 
 # From the top down. A part may import what lies below it, but only the kernels may reach the runtime.
-LAYERS = ["convert", "module", "rank", "functional", "ops", "selection", "algorithms", "tuned", "kernels", "runtime"]
+LAYERS = [
+    *("convert", "module", "rank", "functional", "ops", "pairs", "selection", "algorithms", "tuned", "kernels"),
+    "runtime",
+]
 
 # The modules of ops, from the top down. One may import those below it.
 OPS = [

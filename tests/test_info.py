@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import gemmconv
-from gemmconv import extension, info, selection, tuned
+from gemmconv import extension, info, pairs, selection, tuned
 from gemmconv.__main__ import main
 from gemmconv.algorithms import fallback
 from gemmconv.device import named
@@ -101,7 +101,7 @@ def debug(caplog, monkeypatch):
 @pytest.mark.parametrize("left_to_torch", [False, True])
 def test_a_choice_is_logged_once_for_each_pass_of_a_new_configuration(left_to_torch, debug, monkeypatch):
     """A call that is torch's own, gradients included, has one line."""
-    monkeypatch.setattr(selection, "leaves_all_to_torch", lambda *_: left_to_torch)
+    monkeypatch.setattr(pairs, "leaves_all_to_torch", lambda *_: left_to_torch)
     layer, images = gemmconv.ConvTranspose2d(24, 1, 3, stride=2), torch.randn(2, 24, 5, 6, requires_grad=True)
     for _ in range(3):
         layer(images).sum().backward()
@@ -126,7 +126,7 @@ def test_no_choice_is_logged_where_an_algorithm_was_asked_for_or_the_level_is_of
 def test_the_log_names_both_gradients_on_a_gpu(dtype, debug):
     problem = Problem(8, 256, 128, 1, (32, 32), (4, 4), stride=(2, 2), padding=(1, 1))
     config = Config(problem, dtype, torch.device("cuda", 0), spec=named("H100"), deterministic=True)
-    selection.log_choice(selection.choose_gradients(config, config, "auto", "test"), config, config, "grads")
+    pairs.log_choice(pairs.choose_pair(config, config, "auto", "test"), config, config, "grads")
     (record,) = debug.records
     assert " nchw NVIDIA H100 80GB HBM3 8x32x32: fused, kernel sm90/implicit_gemm " in record.getMessage()
     assert " and sm90/wgrad_n" in record.getMessage()

@@ -22,7 +22,8 @@ from benchmarks.results import RESULTS
 from benchmarks.workloads import SUITES, parse_layer
 from gemmconv.algorithms import Config
 from gemmconv.device import KNOWN, spec_of
-from gemmconv.selection import choose_gradients, preference
+from gemmconv.pairs import choose_pair
+from gemmconv.selection import preference
 from tests import samples
 
 ELSEWHERE = [name for name, spec in KNOWN.items() if not spec.is_hopper]
@@ -127,11 +128,11 @@ def test_gradients_of_depthwise_layers_stay_ours(name):
     depthwise = next(workload for workload in WORKLOADS if workload.name == "depthwise")
     for precision in PRECISIONS:
         config = config_of(depthwise, precision, "nchw", KNOWN[name])
-        gradients = choose_gradients(config, config, "auto", "test")
+        gradients = choose_pair(config, config, "auto", "test")
         assert {gradients.input_grad.name, gradients.weight_grad.name} == {"direct"}
         dense = next(workload for workload in WORKLOADS if workload.name == "pose3")
         config = config_of(dense, precision, "nchw", KNOWN[name])
-        gradients = choose_gradients(config, config, "auto", "test")
+        gradients = choose_pair(config, config, "auto", "test")
         assert gradients.input_grad.name == gradients.weight_grad.name == "native"
         assert gradients.at_once
 
@@ -177,4 +178,4 @@ def test_gradients_that_no_algorithm_can_serve_are_refused_elsewhere():
     spec = KNOWN["NVIDIA A100-SXM4-80GB"]
     config = Config(one_line, torch.float32, torch.device("cuda", 0), "ieee", torch_precision="tf32", spec=spec)
     with pytest.raises(NotImplementedError, match=r"no algorithm can serve this.*native: precision follows"):
-        choose_gradients(config, config, "auto", "test")
+        choose_pair(config, config, "auto", "test")

@@ -27,7 +27,8 @@ from gemmconv.kernels.program import (
 from gemmconv.ops.configs import Convention
 from gemmconv.ops.gradients import prepare_gradients
 from gemmconv.ops.programs import both_programs, concatenate
-from gemmconv.selection import NATIVE, Gradients
+from gemmconv.pairs import Gradients
+from gemmconv.selection import NATIVE
 from tests import emulator, reference
 from tests.cases import Case
 from tests.samples import expected, problem_of, sample

@@ -11,6 +11,7 @@ import torch
 
 import gemmconv
 from gemmconv.geometry import output_extent
+from gemmconv.ops import plain
 from tests.samples import conv_precision
 
 FUNCTIONS = {1: gemmconv.conv_transpose1d, 2: gemmconv.conv_transpose2d, 3: gemmconv.conv_transpose3d}
@@ -342,3 +343,16 @@ def test_depth_taps_are_summed_before_a_result_is_rounded():
     low = gemmconv.conv_transpose3d(volume.bfloat16(), weight.bfloat16(), stride=2, algorithm="gemm_col2im")
     exact = TORCHS[3](volume.bfloat16().double(), weight.bfloat16().double(), stride=2)
     assert torch.equal(low, exact.bfloat16()) or (low.double() - exact).norm() / exact.norm() < 1.8e-3
+
+
+def test_an_error_of_a_prepared_call_on_signals_is_raised_and_the_call_is_not_made_again(monkeypatch):
+    calls = []
+
+    def call(*tensors):
+        calls.append(tensors)
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(plain, "prepare_signal", lambda *_: call)
+    with pytest.raises(RuntimeError, match="no memory"):
+        gemmconv.ConvTranspose1d(3, 5, 4, 2)(torch.randn(2, 3, 11))
+    assert len(calls) == 1

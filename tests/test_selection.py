@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import gemmconv
-from gemmconv import selection
+from gemmconv import pairs
 from gemmconv.algorithms import ALGORITHMS, Config, fold
 from gemmconv.algorithms.direct import Direct
 from gemmconv.algorithms.fused import Fused
@@ -17,7 +17,8 @@ from gemmconv.algorithms.native import Native, _Deterministic
 from gemmconv.device import REFERENCE, spec_of
 from gemmconv.geometry import Problem
 from gemmconv.kernels.layout.transpose import grad_output_transpose_seconds, transpose_seconds
-from gemmconv.selection import choose, choose_gradients, is_deterministic
+from gemmconv.pairs import choose_pair
+from gemmconv.selection import choose, is_deterministic
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="fused is for Hopper"
@@ -103,7 +104,7 @@ def test_algorithms_of_one_format_count_the_turning_of_another():
 
 def gradients_taken(problem, dtype, precision, requested="auto", memory_format=LAST):
     config = config_of(problem, dtype, precision, memory_format=memory_format)
-    return choose_gradients(config, config, requested, "test")
+    return choose_pair(config, config, requested, "test")
 
 
 def test_gradients_share_the_turning_of_grad_output_where_both_turn_it():
@@ -117,14 +118,14 @@ def test_gradients_share_the_turning_of_grad_output_where_both_turn_it():
 def test_gradients_of_nchw_are_computed_in_channels_last_where_that_gains_more_than_turning_costs():
     upsampling = Problem(4, 256, 128, 1, (62, 54), (4, 4), stride=(4, 4))  # PointPillars 3
     nchw, last = (config_of(upsampling, *FP16, memory_format=one) for one in FORMATS)
-    found = choose_gradients(nchw, nchw, "auto", "test")
+    found = choose_pair(nchw, nchw, "auto", "test")
     assert found.via_channels_last
-    assert found == choose_gradients(last, last, "auto", "test")._replace(via_channels_last=True)
+    assert found == choose_pair(last, last, "auto", "test")._replace(via_channels_last=True)
     # Not where a tensor is in channels_last already, where an algorithm was asked for, or in float32.
     for configs in ((last, last), (nchw, last), (last, nchw)):
-        assert not choose_gradients(*configs, "auto", "test").via_channels_last
+        assert not choose_pair(*configs, "auto", "test").via_channels_last
     for requested in ("fused", "gemm_col2im", "native"):
-        assert not choose_gradients(nchw, nchw, requested, "test").via_channels_last
+        assert not choose_pair(nchw, nchw, requested, "test").via_channels_last
     for precision in ("ieee", "tf32"):
         found = gradients_taken(upsampling, torch.float32, precision, memory_format=NCHW)
         assert not found.via_channels_last
@@ -204,9 +205,7 @@ def test_auto_takes_the_gradients_that_are_the_fastest_together(fused_seconds, t
             *(type(algorithm), "estimate"),
             lambda self, config, direction: seconds[direction].get(self.name, math.inf),
         )
-    monkeypatch.setattr(
-        selection, "_fastest_pair", selection._fastest_pair.__wrapped__
-    )  # keeps nothing of these estimates
+    monkeypatch.setattr(pairs, "_fastest_pair", pairs._fastest_pair.__wrapped__)  # keeps nothing of these estimates
     found = gradients_taken(problem, *FP32)
     assert (found.input_grad.name, found.weight_grad.name) == (taken, "fused")
     assert found.share is (taken == "direct")

@@ -283,7 +283,7 @@ def test_all_tiles_of_layers_fit_shared_memory(kernel):
     for layer, kind, layout in itertools.product(LAYERS.values(), (HALF, TF32, IEEE), FORMATS):
         config = config_of(layer, kind[0], layout, kind[1])
         for direction in kernel.directions:
-            if kernel.refuses(config, direction) is None:
+            if kernel.why_not_device_or_dtype(config, direction) is None:
                 assert all(tile.shared_bytes <= SHARED_BYTES for tile in kernel.tiles(config, direction)), layer
 
 

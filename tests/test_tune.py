@@ -10,11 +10,12 @@ import pytest
 import torch
 
 import gemmconv
-from gemmconv import rank, selection, tuned
+from gemmconv import pairs, rank, tuned
 from gemmconv.algorithms import gemm_col2im
 from gemmconv.geometry import Problem
 from gemmconv.kernels.base import Config
-from gemmconv.selection import Gradients, choose, choose_gradients
+from gemmconv.pairs import Gradients, choose_pair
+from gemmconv.selection import choose
 
 LAYER = Problem(2, 8, 4, 1, (6, 5), (3, 3), (2, 2), (1, 1))
 CONFIG = Config(LAYER, torch.float32, torch.device("cpu"))
@@ -60,7 +61,7 @@ def test_tune_measures_each_pass_and_what_it_finds_is_chosen(tmp_path):
     forward, of_input, _, both = found
     assert (taken(),) == forward.algorithms
     assert (taken(direction="input_grad"),) == of_input.algorithms
-    gradients = choose_gradients(CONFIG, CONFIG, "auto", "")
+    gradients = choose_pair(CONFIG, CONFIG, "auto", "")
     assert (gradients.input_grad.name, gradients.weight_grad.name) == both.algorithms
     best = min(forward.microseconds, key=forward.microseconds.__getitem__)
     assert forward.algorithms == (best,)
@@ -187,7 +188,7 @@ def test_gradients_are_taken_as_they_were_measured_together():
     how = {"share": False, "at_once": False, "turned": False}
     entry = tuned.Entry(tuned.key_of(ON_GPU, "grads"), (2, 6, 5), ("native", "gemm_col2im"), how=how)
     tuned.take([entry])
-    found = choose_gradients(ON_GPU, ON_GPU, "auto", "")
+    found = choose_pair(ON_GPU, ON_GPU, "auto", "")
     assert isinstance(found, Gradients)
     assert (found.input_grad.name, found.weight_grad.name, found.at_once) == ("native", "gemm_col2im", False)
 
@@ -206,9 +207,9 @@ def test_gradients_at_once_that_nothing_computes_are_passed_over():
     how = {"share": False, "at_once": True, "turned": False}
     entry = tuned.Entry(tuned.key_of(ON_GPU, "grads"), (2, 6, 5), ("fused", "fused"), how=how)
     tuned.take([entry])
-    assert selection._tuned_gradients(ON_GPU, ON_GPU) is None
+    assert pairs._tuned_pair(ON_GPU, ON_GPU) is None
     tuned.take([replace(entry, algorithms=("gemm_col2im",) * 2)])
-    assert selection._tuned_gradients(ON_GPU, ON_GPU).at_once
+    assert pairs._tuned_pair(ON_GPU, ON_GPU).at_once
 
 
 WRONG = {"size": [0, 6, 5]}, {"size": "a"}, {"algorithms": []}, {"kernel": 3}, {"how": "x"}, {"microseconds": {"a": ""}}

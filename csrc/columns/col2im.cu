@@ -16,10 +16,16 @@
  *
  * Outputs thus fall into S phases, here (o + P) mod S, elsewhere o mod S; those of a phase read the same taps. A thread
  * owns a cell of CELL_ROWS x CELL_W outputs, which need not be S x S as elsewhere. With CELL_W = STRIDE_W that is one
- * output of every column phase: outputs j*S .. j*S + S-1 of a row read around input j, so a warp reads each tap's row
- * at consecutive addresses, and which taps an output of the cell has is known when compiling. For strides too wide for
- * that, CELL_W = 1 and the column phase is found at run time, as the row phase always is. Either way every column value
- * is read at most once.
+ * output of every phase across a row: outputs j*S .. j*S + S-1 read around input j, so a warp reads each tap's row at
+ * consecutive addresses, and which taps an output of the cell has is known when compiling. For strides too wide for
+ * that, CELL_W = 1 and the phase across a row is found at run time, as that down the rows always is. Either way every
+ * value of the columns is read at most once.
+ *
+ * A thread of the first case (S=2 P=1 K=3 D=1 on both axes, 4 inputs a row), j=1, at output row 3, so outputs 2 and 3:
+ *
+ *   down the rows   position 4: first_kh = 0, taps 0 and 2, which read input rows 2 and 1
+ *   s=0, output 2   position_w 1: first_kw = 1, the only tap, shift 0: input origin + 0 = 1
+ *   s=1, output 3   position_w 2: first_kw = 0, taps 0 and 2, shifts 1 and 0: inputs 2 and 1
  *
  * A launch folds the output rows [out_row_begin, out_row_begin + out_rows) from columns that hold the input rows
  * [in_row_begin, in_row_begin + in_rows), which must be all that those outputs read.
@@ -47,15 +53,17 @@ struct col2im_params {
 
 using accumulate_t = accumulator_t<OUTPUT_T>;
 
-// A cell of 2 or 4 columns is written by one vector store, others output by output.
+// A cell 2 or 4 outputs wide is written by one vector store, another output by output.
 constexpr bool kVectorCell = CELL_W == 2 || CELL_W == 4;
 struct alignas(kVectorCell ? CELL_W * sizeof(OUTPUT_T) : sizeof(OUTPUT_T)) cell_t { OUTPUT_T value[CELL_W]; };
 
-/* First tap that reaches position o + P of an axis; the kernel size or more where none does. */
+/* First tap that reaches position o + P of an axis; the kernel size or more where none does.
+ * The next ones are kStep = S / gcd(S, D) apart, the least step for which S divides step * D.
+ */
 template <int KERNEL, int STRIDE, int DILATION>
 __device__ __forceinline__ int first_tap(int position) {
     constexpr int kStep = tap_step(STRIDE, DILATION);
-    if (DILATION % STRIDE == 1 % STRIDE) return position % STRIDE;  // k*D = k modulo S
+    if (DILATION % STRIDE == 1 % STRIDE) return position % STRIDE;  // k*D = k modulo S; 1 % STRIDE is 0 for S = 1
     int tap = KERNEL;
     #pragma unroll (kStep <= 16 ? kStep : 1)
     for (int k = kStep - 1; k >= 0; --k)
@@ -72,7 +80,7 @@ constexpr int kTapsW = ceil_div(KERNEL_W, kStepW);
 
 // Taps that are unrolled: so many that about 32 loads of a thread are in flight, which is enough for the memory system.
 constexpr int kUnrollW = kTapsW <= 32 ? kTapsW : 16;
-constexpr int kUnrollH = CELL_W * kTapsW < 32 ? 32 / (CELL_W * kTapsW) : 1;
+constexpr int kUnrollRows = CELL_W * kTapsW < 32 ? 32 / (CELL_W * kTapsW) : 1;  // taps of depth and height together
 
 extern "C" __global__ void __launch_bounds__(256) columns_col2im_kernel(const __grid_constant__ col2im_params p) {
     const index_t cell = item_of_thread();
@@ -81,8 +89,8 @@ extern "C" __global__ void __launch_bounds__(256) columns_col2im_kernel(const __
     const int j = static_cast<int>(cell - static_cast<index_t>(row_cell) * p.cells_w);
     if (plane >= p.planes || row_cell * CELL_ROWS >= p.out_rows) return;
 
-    const index_t tap_stride = static_cast<index_t>(p.in_rows) * p.w_in;
-    const int origin = CELL_W == STRIDE_W ? j : 0;  // input column that the cell's reads are counted from
+    const index_t tap_stride = static_cast<index_t>(p.in_rows) * p.w_in;  // elements from a tap's values to the next's
+    const int origin = CELL_W == STRIDE_W ? j : 0;  // place in an input row that shifts are counted from
     const COLUMN_T* columns =
         p.columns + static_cast<long long>(plane) * (KERNEL_D * KERNEL_H * KERNEL_W) * tap_stride + origin;
     const int plane_rows = kIsVolume ? p.d_out * p.h_out : p.h_out;
@@ -101,15 +109,16 @@ extern "C" __global__ void __launch_bounds__(256) columns_col2im_kernel(const __
         #pragma unroll
         for (int s = 0; s < CELL_W; ++s) sum[s] = bias;
 
-        // Load and add: every tap of the row's phase, for every column of the cell.
-        #pragma unroll kUnrollH
+        // Load and add: every tap of the row's phase, for every output of the cell in this row.
+        #pragma unroll kUnrollRows
         for (int t = 0; t < kTapsD * kTapsH; ++t) {
             const int td = kIsVolume ? t / kTapsH : 0;
             const int kd = first_kd + td * kStepD, kh = first_kh + (t - td * kTapsH) * kStepH;
             const int reach_d = position_d - kd * DILATION_D, reach_h = position_h - kh * DILATION_H;
             const int id = reach_d / STRIDE_D, ih = reach_h / STRIDE_H;
             const index_t in_row = static_cast<index_t>(id) * p.h_in + ih - p.in_row_begin;
-            // Rows of the cell beyond the last may need rows that the columns do not hold: what is there bounds the read.
+            // The cell may reach beyond the launch's last output row, to input rows that this chunk of columns lacks.
+            // So in_rows bounds what is read. A volume's rows run on into the next slice: h_in bounds those of one.
             const bool slice_taken = !kIsVolume || (kd < KERNEL_D && reach_d >= 0 && ih < p.h_in);
             const bool row_taken = slice_taken && kh < KERNEL_H && reach_h >= 0 && in_row >= 0 && in_row < p.in_rows;
             // Where the row is not taken, the address is computed and never read.
@@ -122,7 +131,7 @@ extern "C" __global__ void __launch_bounds__(256) columns_col2im_kernel(const __
                 #pragma unroll kUnrollW
                 for (int u = 0; u < kTapsW; ++u) {
                     const int kw = first_kw + u * kStepW;
-                    const int shift = (position_w - kw * DILATION_W) / STRIDE_W;  // the division is exact
+                    const int shift = (position_w - kw * DILATION_W) / STRIDE_W;  // exact for a tap that exists
                     if (kw < KERNEL_W && row_taken && static_cast<unsigned>(origin + shift) < p.w_in)
                         sum[s] += widen(load_once(tap + shift));
                     tap += kStepW * tap_stride;
@@ -131,7 +140,8 @@ extern "C" __global__ void __launch_bounds__(256) columns_col2im_kernel(const __
             }
         }
 
-        // Store: the cell as one vector where rows allow it. Rows of the cell beyond the last are summed and not stored.
+        // Store: the cell as one vector where rows allow it. A row beyond the launch's last was summed, since the other
+        // threads of the warp run the loops anyway; it is not stored.
         if (row >= p.out_rows) break;
         OUTPUT_T* __restrict__ target = output + static_cast<index_t>(out_row) * p.w_out + j * CELL_W;
         if (kVectorCell && p.w_out % CELL_W == 0) {

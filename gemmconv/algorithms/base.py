@@ -22,7 +22,7 @@ from gemmconv.kernels.base import (
     Kernel,
     Pass,
     choices,
-    missing,
+    missing_software,
 )
 from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.layout.transpose import grad_output_transpose_seconds
@@ -62,7 +62,7 @@ class Algorithm(ABC):
         kernels = self.kernels_for(config)
         if (measured := tuned.choice_of(self.name, kernels, config, direction)) is not None:
             return measured
-        return _fitted(kernels, config, direction, missing(config.device))
+        return _fitted(kernels, config, direction, missing_software(config.device))
 
     def kernels_for(self, config: Config) -> tuple[Kernel, ...]:
         """Its kernels for the configuration's type of device; all of them if there are none for that type."""
@@ -70,7 +70,7 @@ class Algorithm(ABC):
 
     def choice_of(self, kernel: Kernel, config: Config, direction: Pass) -> Choice | None:
         """The tile of one kernel with the least estimate; None if the kernel cannot compute the pass."""
-        return _fitted((kernel,), config, direction, missing(config.device))
+        return _fitted((kernel,), config, direction, missing_software(config.device))
 
     def why_not(self, config: Config, direction: Direction = "forward") -> str | None:
         """Why it cannot serve a pass, as a clause after its name; None where it can."""
@@ -184,7 +184,7 @@ def _fitted(kernels: tuple[Kernel, ...], config: Config, direction: Pass, lacks:
             if tile is not None:
                 fitting.append(Choice(best.kernel, tile, best.kernel.expected(config, direction, tile)))
     if not fitting:
-        able = tuple(kernel for kernel in kernels if kernel.refuses(config, direction) is None)
+        able = tuple(kernel for kernel in kernels if kernel.why_not_device_or_dtype(config, direction) is None)
         return _fastest(able, config, direction, lacks) if able else None
     return min(fitting, key=lambda one: one.seconds)
 
@@ -196,7 +196,7 @@ def _fastest(
     """The choice with the least expected time; None if no kernel computes the pass.
 
     Args:
-        lacks: the result of :func:`missing`, on which choices depend too.
+        lacks: the result of :func:`missing_software`, on which choices depend too.
         of_class: whether the sizes stand for a class, so that other sizes will need this result again.
     """
 

@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 
 from gemmconv.errors import KernelError
-from gemmconv.kernels.base import missing
+from gemmconv.kernels.base import missing_software
 from gemmconv.tuned import log
 
 Call = TypeVar("Call")
@@ -28,7 +28,7 @@ def with_fallback(device: torch.device, ours: Callable[[], Call], torchs: Callab
         KernelError: a kernel fails, and torch's operator cannot serve the call either.
     """
     try:
-        call, cause = ours(), missing(device)
+        call, cause = ours(), missing_software(device)
     except KernelError as error:
         try:
             call, cause = torchs(), error.cause

@@ -17,7 +17,8 @@ from gemmconv.compare.timing import medians_ms
 from gemmconv.geometry import Problem
 from gemmconv.kernels.base import Config, Direction, Precision
 from gemmconv.module import ConvTranspose2d
-from gemmconv.selection import choose, choose_gradients, current_config
+from gemmconv.pairs import choose_pair
+from gemmconv.selection import choose, current_config
 
 BASELINE, AUTO = "torch", "auto"
 
@@ -155,7 +156,7 @@ def measure_layer(
     """
     auto = current_config(layer.problem, dtype, device, precision, bias=layer.bias)
     config, current = replace(auto, deterministic=False), auto.torch_precision
-    gradients = choose_gradients(auto, auto, AUTO, "compare")
+    gradients = choose_pair(auto, auto, AUTO, "compare")
     taken = choose(auto, AUTO, "compare"), gradients.input_grad, gradients.weight_grad
     with ExitStack() as stack:
         stack.callback(setattr, torch.backends.cudnn, "benchmark", torch.backends.cudnn.benchmark)  # as it was

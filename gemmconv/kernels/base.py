@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from gemmconv.kernels.program import Program
 
 Direction = Literal["forward", "input_grad", "weight_grad"]  # what a user may ask for
-Pass = Literal["forward", "input_grad", "weight_grad", "grads"]  # what a kernel may compute: the last is both gradients
+# What a kernel may compute; "grads" is both gradients in one call. Arguments named ``direction`` are one or the other.
+Pass = Literal["forward", "input_grad", "weight_grad", "grads"]
 PASSES: tuple[Pass, ...] = get_args(Pass)
 Precision = Literal["ieee", "tf32"]
 
@@ -51,7 +52,8 @@ class Config:
         bias: whether a forward call has a bias.
         spec: the properties of a CUDA device.
         deterministic: whether torch's operator is limited to cuDNN's deterministic kernels.
-        weight_format: of ``"grads"``, the format in which the weight's gradient reads its tensors; None for the same.
+        weight_format: for ``"grads"``, the format of the tensors that the weight's gradient reads; None where it is
+            ``memory_format`` too.
         trained: whether the weight is expected to change before the next call: on a CPU, if gradients are recorded.
     """
 
@@ -90,9 +92,15 @@ class Kernel(ABC):
     A tile is the frozen record by which a kernel is specialised: the work of a thread block, stages, threads.
 
     A new kernel defines ``name``, ``serves``, :meth:`tiles`, :meth:`seconds` and :meth:`program`, and on a CPU
-    :meth:`prepare`, since it has no program; all else has a default. For a pass :meth:`why_not` is asked first, which
-    asks :meth:`refuses` (device, software, types) and then :meth:`declines` (sizes). Then comes :meth:`tile`, and of
-    all kernels the one with the least :meth:`expected` gives its :meth:`program`. Read conv/gemm_mma.py first.
+    :meth:`prepare`, since it has no program; all else has a default. gemmconv/kernels/conv/gemm_mma.py is one to read
+    first. To choose among kernels, a pass asks each in this order:
+
+        why_not                          None if the kernel can compute the pass, else the reason
+          why_not_device_or_dtype          what does not depend on sizes
+            why_not_device                   a feature of the GPU, or software of this machine
+          why_not_sizes                    there is no tile for the layer
+        tile                             its best tile, by ``seconds``
+        expected                         seconds by which kernels are compared; the least gives its ``program``
 
     Attributes:
         name: its folder and file under csrc/, without the ending.
@@ -164,27 +172,27 @@ class Kernel(ABC):
 
     def why_not(self, config: Config, direction: Pass) -> str | None:
         """Why it cannot compute a pass, as a clause after its name; None where it can."""
-        return self.refuses(config, direction) or self.declines(config, direction)
+        return self.why_not_device_or_dtype(config, direction) or self.why_not_sizes(config, direction)
 
-    def refuses(self, config: Config, direction: Pass) -> str | None:
+    def why_not_device_or_dtype(self, config: Config, direction: Pass) -> str | None:
         """The part of :meth:`why_not` that is known at once and does not depend on sizes."""
         if config.device.type != self.device_type:
             return f"the device must be {self.device_type}, got {config.device.type}"
-        if (reason := self.lacks(config)) is not None:
+        if (reason := self.why_not_device(config)) is not None:
             return reason
         if direction not in self.directions:
             return f"it computes {' and '.join(self.directions)} alone, got {direction}"
         return why_not_dtype(config.dtype, self.dtypes)
 
-    def lacks(self, config: Config) -> str | None:
+    def why_not_device(self, config: Config) -> str | None:
         """What the device, or the software of this machine, lacks for the kernel, as a clause; None for nothing."""
-        reason = missing(config.device) if self.features else why_no_kernels(config.device, config.spec)
+        reason = missing_software(config.device) if self.features else why_no_kernels(config.device, config.spec)
         if reason is None and not self.features <= config.spec.features:
             major, minor = config.spec.capability
             return f"the device must have compute capability 9.0, got {major}.{minor}"
         return reason
 
-    def declines(self, config: Config, direction: Pass) -> str | None:
+    def why_not_sizes(self, config: Config, direction: Pass) -> str | None:
         """The part of :meth:`why_not` that depends on the layer's sizes."""
         return None if self.tile(config, direction) is not None else f"it is for {self.serves}"
 
@@ -225,7 +233,10 @@ def tile_fields(tile: Any) -> dict[str, Any]:
         return {}
     of_pass = ("problem", "multiprocessors", "spec", "direction", "itemsize", "compiled")
     fields = {field.name: getattr(tile, field.name) for field in dataclasses.fields(tile) if field.name not in of_pass}
-    parts = {name: tile_fields(value).values() or value for name, value in fields.items()}
+    parts = {
+        name: tile_fields(value).values() if dataclasses.is_dataclass(value) else value
+        for name, value in fields.items()
+    }
     return {
         name: value if isinstance(value, int | str | float) else "x".join(map(str, value))
         for name, value in parts.items()
@@ -233,16 +244,16 @@ def tile_fields(tile: Any) -> dict[str, Any]:
 
 
 def why_no_kernels(device: torch.device, spec: DeviceSpec | None = None) -> str | None:
-    """Why kernels cannot run on a CUDA device: compute capability below 8.0, or the reason from :func:`missing`."""
+    """Why kernels cannot run on a CUDA device: capability below 8.0, or :func:`missing_software`."""
     if device.type != "cuda":
         return None
     if (capability := (spec or spec_of(device)).capability) < AMPERE:
         return f"the device must have compute capability 8.0 or more, got {capability[0]}.{capability[1]}"
-    return missing(device)
+    return missing_software(device)
 
 
 @functools.cache
-def missing(device: torch.device) -> str | None:
+def missing_software(device: torch.device) -> str | None:
     """Why this machine cannot compile or load kernels that its GPU could run, and the remedy, as a clause.
 
     None if nothing is missing. None too where no kernel could run: on a machine without a GPU, or on one that is too

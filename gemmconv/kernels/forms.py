@@ -156,7 +156,7 @@ def with_operand_transposes(
             fit = None if channels_last else torch.Tensor.contiguous
         elif (transposed := _transposed(operand, tensor, device)) is None:
             fit = partial(torch.Tensor.contiguous, memory_format=form)
-        elif operand.columns:
+        elif operand.row_padding:
             fit = prepare(transposed, device)
         else:
             (step,), (source,) = transposed.steps, transposed.operands
@@ -164,8 +164,8 @@ def with_operand_transposes(
             before.append(step.renamed({"source": operand.name, "target": names[operand.name]}))
             scratch[names[operand.name]] = tensor.numel() * program.dtype.itemsize
             operand = replace(operand, alignment=source.alignment)
-        if tensor is not None and operand.columns:
-            fit = partial(_widened, fit=fit, columns=operand.columns)
+        if tensor is not None and operand.row_padding:
+            fit = partial(_padded, fit=fit, row_padding=operand.row_padding)
         fits.append(fit)
         operands.append(operand)
     if names:
@@ -211,8 +211,8 @@ def with_output_transposes(program: Program) -> tuple[Program, list[Made], list[
     return program, made, after
 
 
-def _widened(tensor: torch.Tensor, fit: Fit | None, columns: int) -> torch.Tensor:
-    """``fit`` of a tensor, padded with columns of zeros."""
+def _padded(tensor: torch.Tensor, fit: Fit | None, row_padding: int) -> torch.Tensor:
+    """The result of ``fit`` for a tensor, with ``row_padding`` zeros behind each row."""
     fitted = tensor if fit is None else fit(tensor)
     # torch cannot tell the format of images of one pixel, so the result may still need a copy.
-    return torch.nn.functional.pad(fitted, (0, columns)).contiguous()
+    return torch.nn.functional.pad(fitted, (0, row_padding)).contiguous()

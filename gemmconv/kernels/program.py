@@ -1,8 +1,12 @@
 """A pass as plain data: a :class:`Program`.
 
-A program lists its operands with their formats, its outputs, its scratch memory, and its steps: kernel launches, matrix
-products, memory that is cleared. It may be pickled: it holds no tensor, no kernel and no function.
-:mod:`gemmconv.kernels.bind` runs it.
+A program lists its operands with their formats, its outputs, regions of scratch memory, and its steps: kernel launches,
+matrix products, memory that is cleared. It may be pickled: it holds no tensor, no kernel and no function.
+:mod:`gemmconv.kernels.bind` runs it. As text, ``gemm_col2im`` for ``[8, 64, 32, 32]`` by ``[64, 32, 4, 4]`` is:
+
+    (input, weight, bias) -> output, by way of columns (16777216 bytes)
+      cuBLAS, 8 products of 1024 x 512 x 64
+      columns/col2im.cu, 4x256x1 blocks of 256x1x1 threads
 """
 
 from __future__ import annotations
@@ -39,7 +43,7 @@ class ByFormat:
 
 @dataclass(frozen=True)
 class At:
-    """A place in memory: ``offset`` bytes behind the beginning of an operand, an output or a region."""
+    """A place in memory: ``offset`` bytes behind the beginning of an operand, an output or a scratch region."""
 
     tensor: str
     offset: int = 0
@@ -50,7 +54,7 @@ class TensorMapSpec:
     """A tensor map for TMA: the arguments of :func:`gemmconv.runtime.tensor_map.encode`.
 
     Attributes:
-        tensor: the name of an operand, an output or a region.
+        tensor: the name of an operand, an output or a scratch region.
         itemsize: bytes of an element.
         sizes: elements of each dimension, the innermost first.
         strides: bytes from one element to the next, of all dimensions but the innermost.
@@ -77,7 +81,8 @@ class TensorMapSpec:
 # A pointer to an operand, an output or a region, a null pointer, a tensor map, or a constant.
 Field = str | At | None | TensorMapSpec | int | ByFormat
 Params = Mapping[str, Field | tuple[Field, ...]]
-# By the type of a field: its format in ``struct``, bytes, alignment. Slots (pointers, tensor maps) are filled later.
+# By the type of a field: its format in ``struct``, bytes, alignment. Pointers and tensor maps are slots: zeros ("8x" is
+# eight bytes of padding), which are filled when a call has its tensors.
 _INT, _POINTER = ("i", 4, 4), ("8x", 8, 8)
 _C_TYPES = {At: _POINTER, type(None): _POINTER, TensorMapSpec: ("128x", 128, 64), Long: ("Q", 8, 8)}
 
@@ -90,8 +95,9 @@ class Launch:
         source, macros: the kernel's file under csrc/, and the macros that specialise it.
         grid, block: blocks, and threads of a block.
         params: the fields of its params struct in order; their C types follow from the values, an int's is 32 bits and
-            a :class:`Long`'s 64. Names are as in C: ``"n"`` has a value, ``"a, b"`` and ``"x[3]"`` have tuples of two
-            and three. The emulator of the tests compares the size with that of the struct in the kernel's source.
+            a :class:`Long`'s 64. Names are written as in C, for who compares them: ``"n"`` has a value, ``"a, b"`` and
+            ``"x[3]"`` have tuples of two and three. The emulator of the tests compares the size with that of the struct
+            in the kernel's source.
         shared_bytes: bytes of dynamic shared memory.
         overlaps: whether it may begin before the previous launch ends (PDL): see gemmconv/runtime/launch.py.
     """
@@ -120,13 +126,14 @@ class Launch:
 
     def laid_out(self, channels_last: bool) -> tuple[bytes, list[tuple[int, At | TensorMapSpec]]]:
         """The params struct in C's layout for a weight of the given format: its bytes, and its slots with offsets."""
-        code, values, slots, end, largest = "<", list[int](), list[tuple[int, At | TensorMapSpec]](), 0, 1
+        struct_format, values, slots = "<", list[int](), list[tuple[int, At | TensorMapSpec]]()
+        end, largest = 0, 1
         for value in self.fields:
-            one, size, alignment = _C_TYPES.get(type(value), _INT)
-            if apart := -end % alignment:
-                code += f"{apart}x"
-            code += one
-            end += apart
+            field_format, size, alignment = _C_TYPES.get(type(value), _INT)
+            if padding := -end % alignment:
+                struct_format += f"{padding}x"
+            struct_format += field_format
+            end += padding
             if isinstance(value, int):
                 values.append(value)
             elif isinstance(value, ByFormat):
@@ -135,7 +142,7 @@ class Launch:
                 slots.append((end, value))
             end += size
             largest = max(largest, alignment)
-        return struct.pack(f"{code}{-end % largest}x", *values), slots
+        return struct.pack(f"{struct_format}{-end % largest}x", *values), slots
 
     def renamed(self, names: Mapping[str, str]) -> Launch:
         """This launch with tensors and regions renamed."""
@@ -234,14 +241,14 @@ class Operand:
         name: its name in params.
         form: the memory format in which it must be contiguous; None for a weight, which may have either.
         alignment: bytes; its address must be a multiple of them.
-        columns: width of the padding of zeros behind each of its rows.
+        row_padding: zeros behind each of its rows, in elements.
         argument: the name of the call's argument, if it is not ``name``.
     """
 
     name: str
     form: torch.memory_format | None
     alignment: int = 1
-    columns: int = 0
+    row_padding: int = 0
     argument: str = ""
 
     @property
@@ -317,10 +324,10 @@ def one_after_the_other(arguments: Sequence[str], first: Program, second: Progra
         arguments: names of the call's arguments, in order.
         first, second: the programs; their outputs have different names.
     """
-    operands = {(one.given_as, one.form, one.columns): one for one in first.operands}
+    operands = {(one.given_as, one.form, one.row_padding): one for one in first.operands}
     names: dict[str, str] = {}
     for one in second.operands:
-        key = one.given_as, one.form, one.columns
+        key = one.given_as, one.form, one.row_padding
         if (same := operands.get(key)) is not None:
             names[one.name] = same.name
             operands[key] = replace(same, alignment=max(same.alignment, one.alignment))
@@ -351,15 +358,15 @@ def gathering(
 
     Args:
         config, direction: the pass. The input of an input gradient is grad_output; it has no ``bias``.
-        steps, scratch: steps and scratch regions of the program; without steps it returns zeros.
+        steps, scratch: steps and scratch regions of the program; without steps it clears the output.
         weight: the form of the weight; None if either format will do.
         alignment: bytes that the input's address must be a multiple of.
     """
-    shapes = config.problem.input_shape, config.problem.output_shape
-    output_shape = shapes[direction == "forward"]
-    argument = "input" if direction == "forward" else "grad_output"
+    is_forward = direction == "forward"
+    output_shape = config.problem.output_shape if is_forward else config.problem.input_shape
+    argument = "input" if is_forward else "grad_output"
     input = Operand("input", config.memory_format, alignment, argument=argument)
-    bias = (Operand("bias", torch.contiguous_format),) if direction == "forward" else ()
+    bias = (Operand("bias", torch.contiguous_format),) if is_forward else ()
     output = Output("output", output_shape, strides_of(output_shape, config.memory_format))
     operands = input, weight or Operand("weight", None), *bias
     return Program(config.dtype, operands, (output,), tuple(steps) or (clearing(config, output),), scratch or {})
@@ -381,7 +388,7 @@ def clearing(config: Config, output: Output) -> Zero:
     return Zero(output.name, math.prod(output.shape) * config.dtype.itemsize)
 
 
-def weight_steps(problem: Problem) -> dict[str, Field]:
+def weight_strides(problem: Problem) -> dict[str, Field]:
     """Strides of a weight in elements, in either format: between output channels of a group, and between taps."""
     return {"weight_channel": ByFormat(problem.taps, 1), "weight_tap": ByFormat(1, problem.group_out_channels)}
 

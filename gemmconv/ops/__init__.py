@@ -7,14 +7,14 @@ ahead: compilation in the background. gradients: prepared gradients. programs: t
 algorithms. call_cache: calls by signature. schemas: operators' arguments.
 """
 
-from gemmconv.ops.left_to_torch import is_left_to_torch, torchs_conv_transpose2d
+from gemmconv.ops.left_to_torch import checked_torch_conv_transpose2d, is_left_to_torch
 from gemmconv.ops.transforms import col2im, conv_transpose2d, conv_transpose2d_grads, im2col
 
 __all__ = [
+    "checked_torch_conv_transpose2d",
     "col2im",
     "conv_transpose2d",
     "conv_transpose2d_grads",
     "im2col",
     "is_left_to_torch",
-    "torchs_conv_transpose2d",
 ]

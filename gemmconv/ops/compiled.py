@@ -58,7 +58,7 @@ def _casting(input: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any
     """A call whose kernels cast weight and bias; the dispatcher serves it if gradients are recorded."""
     tensors, parameters = (input, weight, bias), (weight, bias)
     call, key = plain.find_call(*tensors, marshal.dumps((arguments,), 2))  # a tuple, so unlike other calls' keys
-    if call is None and key is not None and are_dense(*tensors) and plain.are_packed(parameters):
+    if call is None and key is not None and are_dense(*tensors) and plain.are_dense_in_memory(parameters):
         recorded = torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in tensors)
         if not recorded and all(one is None or one.dtype is torch.float32 for one in parameters):
             low = input, *(without_data(one, input.dtype) for one in parameters)

@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gemmconv import selection
+from gemmconv import pairs, selection
 from gemmconv.algorithms import Algorithm
 from gemmconv.geometry import Problem
 from gemmconv.kernels.base import Config, Pass, strides_of
 from gemmconv.kernels.program import Strides
 from gemmconv.ops.schemas import Options, Tensors, checked_problem, memory_format, operator_name
 
-Chosen = Algorithm | selection.Gradients  # the algorithm of a pass, or those of both gradients
+Chosen = Algorithm | pairs.Gradients  # the algorithm of a pass, or those of both gradients
 Prepared = Callable[..., Any]  # a prepared call: what it takes and returns is said by a Convention
 
 
@@ -69,7 +69,7 @@ def choose_pass(
     problem = checked_problem(where, tensors, sizes, options)
     if direction == "grads":
         configs = config_of(problem, first, others[0], options), config_of(problem, first, second, options)
-        return selection.choose_gradients(*configs, options.algorithm, where), *configs
+        return pairs.choose_pair(*configs, options.algorithm, where), *configs
     config = config_of(problem, first, second, options, bias=bool(others) and others[0] is not None)
     config = replace(config, trained=trained)
     return selection.choose(config, options.algorithm, where, direction), config, config

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gemmconv import selection
+from gemmconv import pairs
 from gemmconv.algorithms import Algorithm
 from gemmconv.algorithms.fallback import with_fallback
 from gemmconv.device import make_current
@@ -32,7 +32,7 @@ def prepare_gradient(
 
 
 def prepare_gradients(
-    gradients: selection.Gradients, config: Config, weight_config: Config, tensors: Tensors, convention: Convention
+    gradients: pairs.Gradients, config: Config, weight_config: Config, tensors: Tensors, convention: Convention
 ) -> Prepared:
     """Prepare both gradients, from (grad_output, input, weight), by programs, by one and torch, or by no program."""
     if (program := both_programs(gradients, config, weight_config)) is not None:
@@ -48,7 +48,7 @@ def prepare_gradients(
 
 
 def both_gradients(
-    gradients: selection.Gradients, config: Config, weight_config: Config
+    gradients: pairs.Gradients, config: Config, weight_config: Config
 ) -> Callable[..., tuple[Tensor, Tensor]]:
     """Prepare both gradients: one call if an algorithm has it, else two, for which grad_output is transposed once."""
     if gradients.at_once or gradients.are_torchs_in_one_call(config, weight_config):
@@ -67,7 +67,7 @@ def both_gradients(
 
 
 def _prepare_mixed(
-    gradients: selection.Gradients, config: Config, weight_config: Config, tensors: Tensors, convention: Convention
+    gradients: pairs.Gradients, config: Config, weight_config: Config, tensors: Tensors, convention: Convention
 ) -> Prepared | None:
     """Prepare both gradients where torch's operator computes one of them, after a program of the other; else None."""
     if gradients.via_channels_last or gradients.at_once or gradients.share:

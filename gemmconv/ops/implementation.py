@@ -10,8 +10,8 @@ The first call of a signature goes through these stages; here ``[8, 64, 32, 32]`
     Program          weights/pack.cu, then the kernel       its launches as plain data: programs.py
     prepared call    call(input, weight, None)              launches them on tensors of these strides: kernels/bind.py
 
-For both gradients a pair of algorithms is chosen, ``selection.Gradients``. On a CPU, and for torch's operator, there is
-no program: the algorithm prepares the call itself. Volumes that are one product have an operator in volumes.py.
+For both gradients a pair of algorithms is chosen, ``pairs.Gradients``. On a CPU, and for torch's operator, there is
+no program: the algorithm prepares the call itself. Layers on volumes have operators of their own, in volumes.py.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gemmconv import selection
+from gemmconv import pairs, selection
 from gemmconv.algorithms import Algorithm
 from gemmconv.algorithms.fallback import with_fallback
 from gemmconv.algorithms.fold import prepare_col2im, prepare_im2col
@@ -31,7 +31,7 @@ from gemmconv.kernels.base import PASSES, Config, Pass
 from gemmconv.ops.call_cache import arguments_key, find_or_make, tensor_signature
 from gemmconv.ops.configs import Convention, Prepared, choose_pass, default_convention
 from gemmconv.ops.gradients import prepare_gradient, prepare_gradients
-from gemmconv.ops.programs import add_cast_outputs, pass_program, with_signal_output
+from gemmconv.ops.programs import also_return_casts, pass_program, with_signal_output
 from gemmconv.ops.schemas import (
     OPERATORS,
     Arguments,
@@ -67,33 +67,40 @@ def prepare_call(
         arguments: the operator's other arguments, from the stride on; trailing defaults may be left out.
         convention: what the call takes and returns where that differs from the operator, such as uncast parameters or
             signals (see :class:`Convention`); None for what the operator takes and returns.
+
+    The key differs from a layer's signature (plain.py), whose call holds this one and more: casts, an autograd node.
     """
     convention = convention or default_convention(direction, tensors)
     # The arguments as bytes, which are made quickly. Symbolic sizes of a traced graph have none: then the values.
     given = arguments_key((sizes, arguments)) or (sizes, Options(*as_hashable(arguments)))
     current = selection.torch_precision(tensors[0].dtype, tensors[0].device)
     key = (direction, *map(tensor_signature, tensors), given, current, convention)
-    return find_or_make(key, lambda: _prepare(direction, tensors, sizes, arguments, convention))
+    return find_or_make(key, lambda: _prepare_or_fall_back(direction, tensors, sizes, arguments, convention))
 
 
-def _prepare(direction: Pass, tensors: Tensors, sizes: Any, arguments: Arguments, convention: Convention) -> Prepared:
+def _prepare_or_fall_back(
+    direction: Pass, tensors: Tensors, sizes: Any, arguments: Arguments, convention: Convention
+) -> Prepared:
     """Prepare a call by the algorithm asked for; for ``"auto"``, by torch's where kernels do not compile or load."""
     options = Options(*as_hashable(arguments))
 
     def prepare(algorithm: str) -> Prepared:
-        return _prepare_by(direction, tensors, sizes, options._replace(algorithm=algorithm), convention)
+        return _choose_and_prepare(direction, tensors, sizes, options._replace(algorithm=algorithm), convention)
 
     if options.algorithm != "auto":
         return prepare(options.algorithm)
     return with_fallback(tensors[0].device, lambda: prepare("auto"), lambda: prepare("native"))
 
 
-def _prepare_by(direction: Pass, tensors: Tensors, sizes: Any, options: Options, convention: Convention) -> Prepared:
-    """Check the arguments, choose an algorithm, or one for each gradient, and prepare the call that they compute."""
+def _choose_and_prepare(
+    direction: Pass, tensors: Tensors, sizes: Any, options: Options, convention: Convention
+) -> Prepared:
+    """Check the arguments, choose an algorithm, or a pair for both gradients, and prepare its call."""
+    # choose_pass checks the arguments.
     chosen, config, weight_config = choose_pass(direction, tensors, sizes, options, convention.trained)
     if options.algorithm == "auto":
-        selection.log_choice(chosen, config, weight_config, direction)
-    if isinstance(chosen, selection.Gradients):
+        pairs.log_choice(chosen, config, weight_config, direction)
+    if isinstance(chosen, pairs.Gradients):
         return prepare_gradients(chosen, config, weight_config, tensors, convention)
     if direction == "forward":
         return _prepare_forward(chosen, config, tensors, convention)
@@ -108,7 +115,7 @@ def _prepare_forward(algorithm: Algorithm, config: Config, tensors: Tensors, con
     if (program := pass_program("forward", algorithm, config)) is not None:
         program = with_signal_output(program) if convention.is_signal else program
         operands = with_parameter_dtype(tensors, convention.parameter_dtype)
-        return add_cast_outputs(program, tensors, convention).bound(config.device, operands)
+        return also_return_casts(program, tensors, convention).bound(config.device, operands)
     call = algorithm.forward(config)
     if convention.is_signal:
         return lambda input, weight, bias: call(input.unsqueeze(-2), weight.unsqueeze(-2), bias).squeeze(-2)
@@ -121,8 +128,9 @@ def _cast_parameters(call: Prepared, dtype: torch.dtype, convention: Convention)
         return call
 
     def with_casts(input: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
-        casts = [one.to(dtype) for one in (weight, bias) if one is not None]
-        output = call(input, *casts, *[None] * (bias is None))
+        weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
+        output = call(input, weight, bias)
+        casts = (weight,) if bias is None else (weight, bias)
         return (output, *casts) if convention.returns_casts else output
 
     return with_casts

@@ -8,16 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gemmconv import selection
+from gemmconv import pairs, selection
 from gemmconv.algorithms.fallback import warn_once
 from gemmconv.device import spec_of
-from gemmconv.kernels.base import missing
+from gemmconv.kernels.base import missing_software
 from gemmconv.ops.call_cache import find_or_make
 from gemmconv.ops.schemas import Arguments, Options, Tensors, checked_problem, memory_format
 
 
-def torchs_conv_transpose2d(input: Tensor, weight: Tensor, bias: Tensor | None, *geometry: Any) -> Tensor:
-    """Call torch's own operator, which takes every mode and kind of tensor, after the checks that ours makes."""
+def checked_torch_conv_transpose2d(input: Tensor, weight: Tensor, bias: Tensor | None, *geometry: Any) -> Tensor:
+    """torch.conv_transpose2d, after the checks of shapes that our operator makes, with their messages."""
     if not torch.compiler.is_compiling():  # a graph that is traced has no sizes yet
         tensors = input, weight, bias
         dtype = torch.float32 if torch.is_autocast_enabled(input.device.type) else None  # autocast makes all of one
@@ -60,10 +60,10 @@ def is_left_to_torch(input: Tensor, weight: Tensor, bias: Tensor | None, argumen
         settings = options.precision, options.workspace_limit, memory_format(*tensors[:2]), bias is not None, algorithm
         config = selection.current_config(problem, tensors[0].dtype, device, *settings)
         config = replace(config, trained=needs[1] and input.is_cpu)
-        left = selection.leaves_all_to_torch(config, algorithm, "conv_transpose2d", *needs)
+        left = pairs.leaves_all_to_torch(config, algorithm, "conv_transpose2d", *needs)
         if left and algorithm == "auto":
-            selection.log_choice(selection.NATIVE, config, config, "forward")
-            if (cause := missing(device)) is not None:
+            pairs.log_choice(selection.NATIVE, config, config, "forward")
+            if (cause := missing_software(device)) is not None:
                 warn_once(cause)
         return left
 

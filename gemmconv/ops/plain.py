@@ -1,7 +1,7 @@
 """Plain eager calls of conv_transpose2d, past the dispatcher: one look-up in the cache, then the prepared call.
 
 functional.py, module.py, rank.py and compiled.py ask :func:`find_call` at every call. For a new signature they store
-what :func:`prepare` gives, a layer of signals what :func:`prepare_signal` gives.
+the call that :func:`prepare` returns; a layer of signals stores the one that :func:`prepare_signal` returns.
 
 The signature of a call holds all that decides how it is computed: dtypes, shapes and strides of its tensors, its
 arguments, whether gradients are recorded, and the state of this thread: modes, transforms, autocast, profiler,
@@ -12,7 +12,7 @@ backward passes by their own signatures.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from functools import partial
 from typing import Any
 
@@ -47,14 +47,14 @@ def find_call(input: Tensor, weight: Tensor, bias: Tensor | None, arguments_key:
 
 
 def store_call(key: Hashable, call: Call | None) -> Call | None:
-    """Cache the call of a signature, and return it."""
+    """Cache the call of a signature, unless another thread has cached one in the meantime, and return it."""
     if key is not None and call is not None:
         find_or_make(key, lambda: call)
     return call
 
 
 def prepare(input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Arguments) -> Call | None:
-    """Prepare the call on such tensors. Returns None if the dispatcher has to serve it, for its mode or its tensors.
+    """Prepare the call on these tensors. Returns None if the dispatcher has to serve it, for its mode or its tensors.
 
     Args:
         input, weight, bias: the input may be without a batch.
@@ -70,22 +70,23 @@ def prepare(input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Argum
 
 
 def _prepare_autocast(tensors: Tensors, arguments: Arguments) -> Call:
-    """Prepare a call under autocast, which casts the input by torch, weight and bias by its own kernels or by torch."""
+    """Prepare a call under autocast. torch casts the input; kernels of the call, or torch, cast weight and bias."""
     dtype = torch.get_autocast_dtype(tensors[0].device.type)
     cast = partial(cast_as_autocast, dtype=dtype)
     if not casts_parameters(tensors, dtype):
         call = prepare_recording(tuple(map(cast, tensors)), arguments)
         return lambda input, weight, bias: call(cast(input), cast(weight), cast(bias))
     # The call takes float32 parameters and casts them. It is prepared with stand-ins without data in autocast's dtype.
-    low = cast(tensors[0]), *(without_data(one, dtype) for one in tensors[1:])
-    casting = prepare_recording(low, arguments, tensors[1:])
+    input, *parameters = tensors
+    stand_ins = cast(input), *(without_data(one, dtype) for one in parameters)
+    casting = prepare_recording(stand_ins, arguments, parameters=tuple(parameters))
     return lambda input, weight, bias: casting(cast(input), weight, bias)
 
 
 def prepare_signal(input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Arguments) -> Call | None:
     """Prepare a call on a batch of signals as images of height 1; None if the dispatcher serves it, or under autocast.
 
-    Unlike :func:`prepare`, whose callers have ruled out torch's operator before, it may give a call of that.
+    Callers of :func:`prepare` have ruled out torch's operator before; this function may return a call of it.
 
     Args:
         input, weight, bias: ``[N, C_in, L]``, ``[C_in, C_out/groups, K]`` and ``[C_out]``, not checked.
@@ -109,19 +110,25 @@ def casts_parameters(tensors: Tensors, dtype: torch.dtype) -> bool:
     """
     input, *parameters = (one for one in tensors if one is not None)
     # The kernel that casts, csrc/layout/cast.cu, reads float32 and writes 16 bits. Autocast casts no float64 input.
-    is_in_16_bits = input.is_cuda and dtype.itemsize == 2 and input.dtype != torch.float64
-    # It goes through memory without gaps, so that a cast has the strides of its tensor.
-    are_readable = are_packed(tensors[1:]) and all(one.dtype == torch.float32 for one in parameters)
-    # Autocast keeps casts of leaves for later calls of its block. A call stores both of its casts there, or neither.
-    cacheable = {is_cacheable(one) for one in parameters}
-    are_alike = len(cacheable) == 1
-    need_torchs = False in cacheable and torch.is_grad_enabled() and any(one.requires_grad for one in parameters)
-    # A cast is used again as long as the version of its tensor is the same; tensors of inference mode have no version.
-    have_versions = not any(one.is_inference() for one in parameters)
-    return is_in_16_bits and are_readable and are_alike and not need_torchs and have_versions
+    if not input.is_cuda or dtype.itemsize != 2 or input.dtype == torch.float64:
+        return False
+    if any(one.dtype != torch.float32 for one in parameters):
+        return False
+    # The kernel reads memory without gaps, so that a cast has the strides of its tensor.
+    if not are_dense_in_memory(parameters):
+        return False
+    # A cast is used again as long as the version of its tensor is the same. Tensors of inference mode have no version.
+    if any(one.is_inference() for one in parameters):
+        return False
+    # Autocast keeps casts of leaves for later calls of its block. A call of ours keeps both of its casts or none.
+    cacheable = [is_cacheable(one) for one in parameters]
+    if all(cacheable):
+        return True
+    is_recorded = torch.is_grad_enabled() and any(one.requires_grad for one in parameters)
+    return not any(cacheable) and not is_recorded
 
 
-def are_packed(parameters: Tensors) -> bool:
+def are_dense_in_memory(parameters: Sequence[Tensor | None]) -> bool:
     """Whether each tensor fills its memory in NCHW or NHWC order, so that a cast of this memory keeps the strides."""
     return all(
         one is None or one.is_contiguous() or (one.dim() == 4 and one.is_contiguous(memory_format=torch.channels_last))

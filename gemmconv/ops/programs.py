@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gemmconv import selection
+from gemmconv import pairs, selection
 from gemmconv.algorithms import Algorithm
 from gemmconv.device import DeviceSpec
 from gemmconv.geometry import Problem
@@ -32,7 +32,7 @@ def pass_program(direction: Pass, algorithm: Algorithm, config: Config) -> Progr
 
 def programs_of(direction: Pass, chosen: Chosen, config: Config, weight_config: Config) -> list[Program]:
     """The program of a pass, or of the one gradient that torch's operator does not compute; none if it computes all."""
-    if isinstance(chosen, selection.Gradients):
+    if isinstance(chosen, pairs.Gradients):
         both = both_programs(chosen, config, weight_config)
         programs = gradient_programs(chosen, config, weight_config) if both is None else [both]
     else:
@@ -45,7 +45,7 @@ def layer_programs(config: Config, backward: bool) -> list[Program]:
     programs = programs_of("forward", selection.choose(config, "auto", "conv_transpose2d"), config, config)
     if backward:
         configs, shape = (replace(config, bias=False),) * 2, config.problem.output_shape
-        gradients = selection.choose_gradients(*configs, "auto", "conv_transpose2d_grads")
+        gradients = pairs.choose_pair(*configs, "auto", "conv_transpose2d_grads")
         programs += programs_of("grads", gradients, *configs)
         grad = WithoutData.of(shape, strides_of(shape, config.memory_format), config.dtype, config.device)
         of_bias = bias_grad_program(grad, config.spec) if config.bias else None
@@ -53,7 +53,7 @@ def layer_programs(config: Config, backward: bool) -> list[Program]:
     return programs
 
 
-def gradient_programs(gradients: selection.Gradients, config: Config, weight_config: Config) -> list[Program | None]:
+def gradient_programs(gradients: pairs.Gradients, config: Config, weight_config: Config) -> list[Program | None]:
     """The programs of the input's and the weight's gradient, or the one of both; None stands for torch's operator."""
     of_input, of_weight = gradients.input_grad, gradients.weight_grad
     if gradients.via_channels_last:
@@ -63,7 +63,7 @@ def gradient_programs(gradients: selection.Gradients, config: Config, weight_con
     return [pass_program("input_grad", of_input, config), pass_program("weight_grad", of_weight, weight_config)]
 
 
-def both_programs(gradients: selection.Gradients, config: Config, weight_config: Config) -> Program | None:
+def both_programs(gradients: pairs.Gradients, config: Config, weight_config: Config) -> Program | None:
     """Both gradients as one program, the weight's first; None where torch's operator or the CPU computes either.
 
     A tensor that both need transposed is transposed once.
@@ -103,7 +103,7 @@ def concatenate(earlier: Program, later: Program, arguments: Sequence[str]) -> P
     return replace(one_after_the_other(arguments, earlier, later), outputs=(*later.outputs, *earlier.outputs))
 
 
-def add_cast_outputs(program: Program, tensors: Tensors, convention: Convention) -> Program:
+def also_return_casts(program: Program, tensors: Tensors, convention: Convention) -> Program:
     """A forward pass's program, which returns its casts of weight and bias too if the convention asks for them."""
     by_name, outputs = dict(zip(program.arguments, tensors, strict=False)), list(program.outputs)
     for operand in program.operands if convention.returns_casts else ():  # the weight comes first

@@ -26,7 +26,7 @@ import torch
 from benchmarks.contenders import LAYOUTS
 from benchmarks.precompile import asked, load
 from benchmarks.workloads import SUITES, Workload, select
-from gemmconv import selection
+from gemmconv import pairs, selection
 from gemmconv.device import MEASURED
 from gemmconv.kernels.base import PASSES, Config, Direction
 from gemmconv.ops.gradients import both_gradients
@@ -67,7 +67,7 @@ def loads_of(config: Config, one: str) -> tuple[str, float, list[Load]]:
             chosen = selection.choose(config, "auto", "", cast(Direction, one))
             load(getattr(chosen, one)(config), config, cast(Direction, one))
             return chosen.name, chosen.estimate(config, cast(Direction, one)), loads
-        gradients = selection.choose_gradients(config, config, "auto", "")
+        gradients = pairs.choose_pair(config, config, "auto", "")
         inner = replace(config, memory_format=torch.channels_last) if gradients.via_channels_last else config
         if (program := both_programs(gradients, config, config)) is not None:
             load(program.prepare(config.device), config, "grads")
@@ -76,7 +76,7 @@ def loads_of(config: Config, one: str) -> tuple[str, float, list[Load]]:
         taken = gradients.input_grad, gradients.weight_grad
         names = [algorithm.name for algorithm in taken]
         how = [word for word, flag in zip(("share", "at_once", "turned"), gradients[2:], strict=True) if flag]
-        return "+".join([*dict.fromkeys(names), *how]), selection._fastest_pair(inner, inner, taken)[0].device, loads
+        return "+".join([*dict.fromkeys(names), *how]), pairs._fastest_pair(inner, inner, taken)[0].device, loads
 
 
 def _taken(config: Config, one: str) -> Row:

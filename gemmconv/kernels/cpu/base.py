@@ -33,7 +33,7 @@ class CpuKernel(Kernel):
     def program(self, config: Config, direction: Pass, tile: Any) -> None:
         """None: it runs on the CPU."""
 
-    def lacks(self, config: Config) -> str | None:
+    def why_not_device(self, config: Config) -> str | None:
         if isa_name() is None:
             return "it needs the extension in C, which is not there; install gemmconv where there is a C compiler"
         return None

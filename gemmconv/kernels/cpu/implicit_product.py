@@ -57,14 +57,14 @@ class ImplicitProduct(CpuKernel):
         is_cached = direction == "forward" and not config.trained
         return _Correlation(config, False, 1).packed_bytes if is_cached else 0
 
-    def refuses(self, config: Config, direction: Pass) -> str | None:
+    def why_not_device_or_dtype(self, config: Config, direction: Pass) -> str | None:
         if math.prod(config.problem.stride) > estimate.MOST_CLASSES:
             return f"the product of strides must be at most {estimate.MOST_CLASSES}, got {config.problem.stride}"
         p, most = config.problem, max(config.workspace_limit, DEFAULT_WORKSPACE_LIMIT)
         low, high = table_of(p, direction != "forward", False).shift_range
         if (least := 8 * (high - low) * max(p.in_channels, p.out_channels * math.prod(p.stride)) // p.groups) > most:
             return f"rows that a kernel reaches over must fit {most} bytes, got {least} for this kernel and dilation"
-        return super().refuses(config, direction)
+        return super().why_not_device_or_dtype(config, direction)
 
     def prepare(self, config: Config, direction: Pass, tile: Any) -> Callable[..., Any]:
         if direction == "weight_grad":

@@ -19,7 +19,7 @@ from gemmconv.kernels.direct.menu import kept, menu_of, samples
 from gemmconv.kernels.integers import INT32_MAX, even_share, power_of_two
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros, named_macros
 from gemmconv.kernels.phases import cells_of, reach_of
-from gemmconv.kernels.program import Launch, Params, Program, gathering, plane_grid, weight_steps
+from gemmconv.kernels.program import Launch, Params, Program, gathering, plane_grid, weight_strides
 
 _COST = costs_of("direct/forward")
 SHARED_BYTES = 48 << 10  # four blocks of a Hopper multiprocessor, one of every architecture since sm_80
@@ -473,8 +473,8 @@ class DirectKernel(Kernel):
     def tiles(self, config: Config, direction: Pass) -> Iterable[Any]:
         return () if (tile := self.tile(config, direction)) is None else (tile,)
 
-    def refuses(self, config: Config, direction: Pass) -> str | None:
-        if (reason := super().refuses(config, direction)) is not None:
+    def why_not_device_or_dtype(self, config: Config, direction: Pass) -> str | None:
+        if (reason := super().why_not_device_or_dtype(config, direction)) is not None:
             return reason
         p = config.problem
         if max(p.stride) > _WIDEST_STRIDE:
@@ -483,7 +483,7 @@ class DirectKernel(Kernel):
             return f"kernel width must be at most {_WIDEST_KERNEL}, got {p.kernel_size[1]}"
         return None
 
-    def declines(self, config: Config, direction: Pass) -> str | None:
+    def why_not_sizes(self, config: Config, direction: Pass) -> str | None:
         p = config.problem
         if tile_of(p, config.dtype, config.channels_last, config.spec) is None:
             window = f"kernel_size={p.kernel_size}, dilation={p.dilation}"
@@ -494,7 +494,7 @@ class DirectKernel(Kernel):
             return "images must have less than 2**31 pixels"
         if direction == "grads" and not (math.prod(p.weight_shape) and math.prod(p.input_shape)):
             return "tensors must have elements"
-        return super().declines(config, direction)
+        return super().why_not_sizes(config, direction)
 
     def fitted(self, config: Config, direction: Pass, tile: Any) -> Any | None:
         return replace(tile, problem=config.problem)
@@ -532,7 +532,7 @@ class DirectForward(DirectKernel):
             "planes, groups": (planes, p.groups),
             "h_in, w_in, h_out, w_out": (*p.input_size, *p.output_size),
             "tiles_w, turns": (tiles_w, tile.turns),
-            **weight_steps(p),
+            **weight_strides(p),
         }
         grid, block = plane_grid(tiles, max(1, -(-planes // tile.planes))), (tile.threads, 1, 1)
         launch = Launch("direct/forward.cu", macros, grid, block, params, int(macros["SHARED_BYTES"]))

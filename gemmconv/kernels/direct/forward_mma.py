@@ -23,7 +23,7 @@ from gemmconv.kernels.direct.menu import kept, menu_of, samples
 from gemmconv.kernels.integers import power_of_two
 from gemmconv.kernels.macros import ELEMENT_TYPES, TENSOR_CORE_TYPES, Macros, geometry_macros, named_macros, table
 from gemmconv.kernels.phases import cells_of, phase_shifts, reach_of
-from gemmconv.kernels.program import MAX_GRID_Y, Launch, Params, Program, gathering, weight_steps
+from gemmconv.kernels.program import MAX_GRID_Y, Launch, Params, Program, gathering, weight_strides
 
 _COST = costs_of("direct/forward_mma")
 _WARPS = 8
@@ -504,15 +504,15 @@ class DirectForwardMma(DirectKernel):
             return None
         return tile_of(config.problem, config.dtype.itemsize, config.channels_last, config.spec)
 
-    def refuses(self, config: Config, direction: Pass) -> str | None:
-        if (reason := super().refuses(config, direction)) is not None:
+    def why_not_device_or_dtype(self, config: Config, direction: Pass) -> str | None:
+        if (reason := super().why_not_device_or_dtype(config, direction)) is not None:
             return reason
         return f"it is for {self.serves}" if config.is_ieee or not _have_channels(config.problem) else None
 
-    def declines(self, config: Config, direction: Pass) -> str | None:
+    def why_not_sizes(self, config: Config, direction: Pass) -> str | None:
         if self.tile(config, direction) is None:  # which takes the least to find
             return f"it is for {self.serves}"
-        return super().declines(config, direction)
+        return super().why_not_sizes(config, direction)
 
     def seconds(self, config: Config, direction: Pass, tile: Tile) -> float:
         return _COST.launch_seconds + _COST.factor * tile.cycles / clock_of(config)
@@ -533,7 +533,7 @@ class DirectForwardMma(DirectKernel):
             "tiles_h, tiles_w": tile.tiles,
             "tiles, step_image": (tiles, steps_image),
             "step_tile_h, step_tile_w": divmod(rest, tile.tiles[1]),
-            **weight_steps(p),
+            **weight_strides(p),
         }
         macros, block = forward_macros(tile, config.dtype), (tile.threads, 1, 1)
         launch = Launch("direct/forward_mma.cu", macros, grid, block, params, tile.shared_bytes)

@@ -20,7 +20,7 @@ from gemmconv.kernels.direct.patch import Patch, problem_macros
 from gemmconv.kernels.integers import even_share, power_of_two, power_of_two_within, up_to_multiple
 from gemmconv.kernels.layout.transpose import gradients_transpose_seconds
 from gemmconv.kernels.macros import TENSOR_CORE_TYPES, Macros, named_macros
-from gemmconv.kernels.program import MAX_GRID_Y, Launch, Operand, Params, Program, grad_input_of, weight_steps
+from gemmconv.kernels.program import MAX_GRID_Y, Launch, Operand, Params, Program, grad_input_of, weight_strides
 from gemmconv.kernels.splits.reduce import partial_bytes, result_params, with_partials
 
 _COST = costs_of("direct/grads_mma")
@@ -239,7 +239,7 @@ class DirectGradsMma(DirectKernel):
             "h_in, w_in, h_out, w_out": (*p.input_size, *p.output_size),
             "tiles_h, tiles_w": tile.tiles,
             "tiles, slices": (p.batch * math.prod(tile.tiles), slices),
-            **weight_steps(p),
+            **weight_strides(p),
         }
         grid, block = (tile.weight_blocks, slices, 1), (tile.threads, 1, 1)
         launch = Launch("direct/grads_mma.cu", macros, grid, block, params, tile.shared_bytes)

@@ -32,7 +32,16 @@ from gemmconv.kernels.direct.patch import (
 from gemmconv.kernels.integers import even_share, power_of_two_within, up_to_multiple
 from gemmconv.kernels.layout.transpose import transpose_seconds
 from gemmconv.kernels.macros import Macros, named_macros
-from gemmconv.kernels.program import Launch, Operand, Params, Program, clearing, grad_input_of, plane_grid, weight_steps
+from gemmconv.kernels.program import (
+    Launch,
+    Operand,
+    Params,
+    Program,
+    clearing,
+    grad_input_of,
+    plane_grid,
+    weight_strides,
+)
 
 _SHARED_FOR_TWO = 32 << 10  # SHARED for two channels of 16-bit elements; one channel alone has few loads in flight
 _WEIGHTS = 12 << 10  # bytes of weights that are worth staging at once
@@ -200,7 +209,7 @@ class DirectInputGrad(DirectKernel):
             "planes, groups": (p.batch * p.groups, p.groups),
             "h_in, w_in, h_out, w_out": (*p.input_size, *p.output_size),
             "tiles_w": tiles_w,
-            **weight_steps(p),
+            **weight_strides(p),
         }
         grid, block = plane_grid(pixel_blocks, plane_blocks), (tile.threads, 1, 1)
         launch = Launch("direct/input_grad.cu", macros, grid, block, params)

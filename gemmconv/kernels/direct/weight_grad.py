@@ -45,7 +45,7 @@ from gemmconv.kernels.program import (
     clearing,
     grad_input_of,
     grad_weight_of,
-    weight_steps,
+    weight_strides,
 )
 from gemmconv.kernels.splits.reduce import partial_bytes, result_params, with_partials
 
@@ -298,7 +298,7 @@ class DirectWeightGrad(DirectKernel):
             "images, groups": (p.batch, p.groups),
             "h_in, w_in, h_out, w_out": (*p.input_size, *p.output_size),
             "tiles_h, tiles_w, tiles, slices": (tiles_h, tiles_w, math.prod(tile.tiles), slices),
-            **(weight_steps(p) if both else {"weight_channel, weight_tap": (0, 0)}),
+            **(weight_strides(p) if both else {"weight_channel, weight_tap": (0, 0)}),
         }
         grid, block = (tile.weight_blocks, slices, 1), (tile.threads, 1, 1)
         launch = Launch("direct/weight_grad.cu", macros, grid, block, params)

@@ -39,8 +39,8 @@ class Sm90Kernel(Kernel):
     only_in: ClassVar[torch.memory_format | None] = None
     clock_rate: ClassVar[float] = CLOCK_RATE
 
-    def refuses(self, config: Config, direction: Pass) -> str | None:
-        if (reason := super().refuses(config, direction)) is None and self.only_in is not None:
+    def why_not_device_or_dtype(self, config: Config, direction: Pass) -> str | None:
+        if (reason := super().why_not_device_or_dtype(config, direction)) is None and self.only_in is not None:
             if config.is_ieee:
                 return "float32 must be rounded to TF32, got precision='ieee'"
             if config.memory_format is not self.only_in:

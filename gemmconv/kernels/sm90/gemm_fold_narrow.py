@@ -31,7 +31,7 @@ from gemmconv.kernels.program import (
     TensorMapSpec,
     gathering,
     reciprocal,
-    weight_steps,
+    weight_strides,
 )
 from gemmconv.kernels.sm90.base import FAST_CLOCK_RATE, Sm90Kernel, image_map, variant_of
 from gemmconv.kernels.sm90.implicit_gemm_plan import SHARED_BYTES
@@ -509,7 +509,7 @@ class GemmFoldNarrow(Sm90Kernel):
             "h_in, w_in, h_out, w_out": (*p.input_size, *p.output_size),
             "cells_h, cells_w": cells_of(p),
             "strips, segments, segment_rows, items": (tile.strips, tile.segments, tile.segment_rows, tile.items),
-            **weight_steps(p),
+            **weight_strides(p),
             "by_w_in, by_cells_w": (reciprocal(p.input_size[1]), reciprocal(tile.cells)),
             "turns": tile.turns,
         }

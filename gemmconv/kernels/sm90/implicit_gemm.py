@@ -166,7 +166,7 @@ class ImplicitGemm(Sm90Kernel):
         plan = plan_of(config.problem, direction, *variant_of(config), config.spec.multiprocessors)
         return None if plan is None or _too_large(plan) else plan
 
-    def declines(self, config: Config, direction: Pass) -> str | None:
+    def why_not_sizes(self, config: Config, direction: Pass) -> str | None:
         p = config.problem
         plan = plan_of(p, direction, *variant_of(config), config.spec.multiprocessors)
         if plan is not None:

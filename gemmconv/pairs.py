@@ -1,0 +1,227 @@
+"""The choice of a pair of algorithms, for both gradients of one backward pass.
+
+``auto`` takes the pair that :func:`gemmconv.tune` measured, where it did. Else the rule depends on the device:
+
+    device      function                  rule
+    Hopper      _pair_on_hopper           the pair for which a step waits the least, by estimates
+    other GPUs  _pair_on_other_gpus       torch's operator, unless ours is clearly faster
+    CPU         one_by_one                what selection.choose gives for each gradient alone
+
+An example on an H200: input ``[32, 256, 16, 16]``, float16 in NCHW, 128 output channels, kernel 4, stride 2, padding 1.
+Estimated device times in microseconds, by algorithm; host times count only where they are longer:
+
+                      fused    native    gemm_col2im    direct
+    input's gradient     34        62             46       765
+    weight's gradient    31        84             95       606
+    both in one call      -         -            141         -
+
+_fastest_pair compares all 16 pairs of the first two rows, and the third row. The best is fused for both: 66 us. By way
+of channels_last the kernels would take 53 us, and three transposes 18 us more: 72 us. So the pair stays as it is.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+from dataclasses import replace
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from gemmconv import tuned
+from gemmconv.algorithms import ALGORITHMS, Algorithm, Config
+from gemmconv.kernels.base import Choice, Direction, Pass, why_no_kernels
+from gemmconv.kernels.layout.transpose import grad_output_transpose_seconds, via_channels_last_seconds
+from gemmconv.selection import (
+    BY_NAME,
+    MICROSECONDS,
+    NATIVE,
+    Seconds,
+    can_serve,
+    choose,
+    clearly_below,
+    estimates,
+    no_algorithm,
+    on_measured_gpu,
+)
+
+
+class Gradients(NamedTuple):
+    """The algorithms of both gradients of a backward pass.
+
+    Attributes:
+        input_grad, weight_grad: the algorithms.
+        share: whether both transpose grad_output from channels_last to NCHW, so that one transpose serves both; it
+            does not count with ``at_once``.
+        at_once: whether one call of an algorithm computes both.
+        via_channels_last: whether tensors in NCHW are transposed and computed in channels_last ("turned" in files).
+    """
+
+    input_grad: Algorithm
+    weight_grad: Algorithm
+    share: bool
+    at_once: bool = False
+    via_channels_last: bool = False
+
+    def choices(self, config: Config, weight_config: Config) -> list[Choice | None]:
+        """The kernel and tile of each gradient; a single one if both are computed at once."""
+        if self.at_once:
+            return [self.input_grad.choice(replace(config, weight_format=weight_config.memory_format), "grads")]
+        return [self.input_grad.choice(config, "input_grad"), self.weight_grad.choice(weight_config, "weight_grad")]
+
+    def are_torchs_in_one_call(self, config: Config, weight_config: Config) -> bool:
+        """Whether one call of torch's operator gives both gradients, with the kernels that two calls would take."""
+        both_native = self.input_grad is self.weight_grad is NATIVE
+        return both_native and not self.via_channels_last and config.memory_format is weight_config.memory_format
+
+    @property
+    def transposes_weight(self) -> bool:
+        """Whether the weight is transposed too: cuDNN wants all tensors in one format, and torch's own copy is slow."""
+        return self.via_channels_last and self.input_grad is NATIVE
+
+
+def choose_pair(config: Config, weight_config: Config, requested: str, where: str) -> Gradients:
+    """The algorithms of the input's and the weight's gradient of one backward pass.
+
+    A named algorithm, or a CPU, takes what :func:`choose` gives for each gradient, in one call if the algorithm can.
+    ``"auto"`` on Hopper takes the pair with the least estimate: one algorithm that computes both at once; two that
+    share the transpose of grad_output (channels_last); or, for 16-bit tensors in NCHW, two that compute in
+    channels_last with three transposes around them.
+
+    Args:
+        config, weight_config: configurations of the input's and the weight's gradient, equal but for memory formats.
+        requested, where: see :func:`choose`.
+
+    Raises:
+        NotImplementedError: see :func:`choose`.
+    """
+    if requested == "auto":
+        if (measured := _tuned_pair(config, weight_config)) is not None:
+            return measured
+        if config.device.type == "cuda" and why_no_kernels(config.device, config.spec) is None:
+            able = tuple(one for one in ALGORITHMS if can_serve(one, config, "forward"))
+            if not able:
+                raise no_algorithm(config, where)
+            rule = _pair_on_hopper if config.spec.is_hopper else _pair_on_other_gpus
+            return rule(config, weight_config, able)
+    pair = one_by_one(config, weight_config, requested, where)
+    algorithm = pair.input_grad
+    if algorithm is not pair.weight_grad:
+        return pair
+    # One call of torch's operator, with the user's own cuDNN settings, computes both.
+    is_call_of_torch = algorithm is NATIVE and not config.deterministic
+    return pair._replace(at_once=is_call_of_torch or algorithm.grads_estimate(config, weight_config) < math.inf)
+
+
+def _tuned_pair(config: Config, weight_config: Config) -> Gradients | None:
+    """The tuned algorithms of both gradients together; None if none were tuned, or they cannot serve the layer now."""
+    entry = tuned.entry_of(config, "grads")
+    if entry is None or config.memory_format is not weight_config.memory_format:
+        return None
+    first, second = map(BY_NAME.get, entry.algorithms)
+    if first is None or second is None:
+        return None
+    share, at_once, turned = (entry.how.get(name, False) for name in ("share", "at_once", "turned"))
+    if turned:  # in files, for via_channels_last
+        config = weight_config = replace(config, memory_format=torch.channels_last)
+    both = replace(config, weight_format=weight_config.memory_format)
+    if at_once and first is not NATIVE and first.choice(both, "grads") is None:
+        return None
+    if not (can_serve(first, config, "input_grad") and can_serve(second, config, "weight_grad")):
+        return None
+    return Gradients(first, second, share, at_once, turned)
+
+
+def one_by_one(config: Config, weight_config: Config, requested: str, where: str) -> Gradients:
+    """What :func:`choose` gives for each gradient alone, to run one after the other with a transpose they may share."""
+    first = choose(config, requested, where, "input_grad")
+    second = choose(weight_config, requested, where, "weight_grad")
+    return Gradients(first, second, _share(first, second, config, weight_config))
+
+
+def _share(first: Algorithm, second: Algorithm, config: Config, weight_config: Config) -> bool:
+    """Whether both algorithms transpose the one grad_output from channels_last to NCHW."""
+    both_last = config.memory_format is weight_config.memory_format is torch.channels_last
+    return both_last and first.transposes(config, "input_grad") and second.transposes(weight_config, "weight_grad")
+
+
+def _pair_on_hopper(config: Config, weight_config: Config, able: tuple[Algorithm, ...]) -> Gradients:
+    """The fastest gradients for tensors as they are or, for 16-bit tensors in NCHW, by way of channels_last."""
+    seconds, gradients = _fastest_pair(config, weight_config, able)
+    # float32 would gain less than the error of the estimates of cuDNN's gradients.
+    if config.dtype.itemsize == 2 and config.memory_format is weight_config.memory_format is torch.contiguous_format:
+        last = replace(config, memory_format=torch.channels_last)
+        last_seconds, last_gradients = _fastest_pair(last, last, able)
+        transposes = via_channels_last_seconds(config, last_gradients.transposes_weight)
+        if replace(last_seconds, device=last_seconds.device + transposes).waited < seconds.waited:
+            return last_gradients._replace(via_channels_last=True)
+    return gradients
+
+
+def _pair_on_other_gpus(config: Config, weight_config: Config, able: tuple[Algorithm, ...]) -> Gradients:
+    """The gradients of a backward pass on a GPU that is not Hopper: torch's, unless ours are clearly faster.
+
+    Whether they are is asked on the GPU that was measured; which of ours is taken, by the estimates for this GPU.
+    """
+    pair_of_torch = Gradients(NATIVE, NATIVE, share=False, at_once=True)
+    ours = tuple(one for one in able if one is not NATIVE)
+    if not ours:
+        return pair_of_torch
+    pair = on_measured_gpu(config), on_measured_gpu(weight_config)
+    seconds_of_torch = Seconds(NATIVE.grads_estimate(*pair), NATIVE.host_seconds(config, "grads"))
+    is_faster = _fastest_pair(*pair, ours)[0].waited < clearly_below(config, seconds_of_torch)
+    return _fastest_pair(config, weight_config, ours)[1] if is_faster or NATIVE not in able else pair_of_torch
+
+
+@lru_cache(maxsize=1024)
+def _fastest_pair(config: Config, weight_config: Config, among: tuple[Algorithm, ...]) -> tuple[Seconds, Gradients]:
+    """The estimate and the algorithms of both gradients for which a step waits the least, for tensors as they are."""
+    inputs, weights = estimates(config, "input_grad", among), estimates(weight_config, "weight_grad", among)
+    saved, host = grad_output_transpose_seconds(config), {one: one.host_seconds(config, "grads") for one in among}
+    found = []
+    for (first_seconds, first), (second_seconds, second) in itertools.product(inputs, weights):
+        share = _share(first, second, config, weight_config)
+        seconds = first_seconds.device + second_seconds.device - (saved if share else 0)
+        found.append((Seconds(seconds, max(host[first], host[second])), Gradients(first, second, share)))
+    for one in among:
+        seconds = one.grads_estimate(config, weight_config)
+        found.append((Seconds(seconds, host[one]), Gradients(one, one, share=False, at_once=True)))
+    return min(found, key=lambda item: item[0].waited)
+
+
+tuned.on_change.append(_fastest_pair.cache_clear)  # an algorithm's estimate is that of its tuned kernel, if it has one
+
+
+def leaves_all_to_torch(config: Config, requested: str, where: str, of_input: bool, of_weight: bool) -> bool:
+    """Whether a forward pass and the gradients that may follow it are torch's own, with torch's settings.
+
+    ``of_input`` and ``of_weight`` say which gradients may follow; for the others see :func:`choose`.
+    """
+    # A deterministic call of torch's operator is not torch's own: it sets cuDNN's flag.
+    if config.deterministic or choose(config, requested, where) is not NATIVE:
+        return False
+    if of_input and of_weight:
+        gradients = choose_pair(config, config, requested, where)
+        return gradients.input_grad is gradients.weight_grad is NATIVE
+    passes: tuple[tuple[Direction, bool], ...] = ("input_grad", of_input), ("weight_grad", of_weight)
+    return all(choose(config, requested, where, direction) is NATIVE for direction, wanted in passes if wanted)
+
+
+def log_choice(chosen: Algorithm | Gradients, config: Config, weight_config: Config, direction: Pass) -> None:
+    """Log at DEBUG what ``auto`` chose for a new configuration: one algorithm, or those of both gradients."""
+    if not tuned.log.isEnabledFor(logging.DEBUG):
+        return
+    if isinstance(chosen, Gradients):
+        names = dict.fromkeys((chosen.input_grad.name, chosen.weight_grad.name))
+        if chosen.via_channels_last:
+            config = weight_config = replace(config, memory_format=torch.channels_last)
+        made = chosen.choices(config, weight_config)
+    else:
+        names, made = {chosen.name: None}, [chosen.choice(config, direction)]
+    layer, size = " ".join(tuned.key_of(config, direction)), "x".join(map(str, tuned.size_of(config)))
+    kernels, seconds = " and ".join(map(str, made)), sum(one.seconds for one in made if one)
+    expected = f"expected {MICROSECONDS * seconds:,.0f} us" if 0 < seconds < math.inf else "no estimate"
+    text = f"{' and '.join(names)}, kernel {kernels}, {expected}"
+    tuned.log.debug("auto chooses for %s %s: %s", layer, size, text)
