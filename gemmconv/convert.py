@@ -238,7 +238,7 @@ def _lines(model: nn.Module) -> list[Line]:
     lines = []
     for name, module in model.named_modules():
         kind = type(module)
-        if _own_class(module) is not None:
+        if isinstance(module, tuple(TORCHS)):
             settings = (f"{one}={value}" for one in _SETTINGS if (value := getattr(module, one)) is not None)
             lines.append(Line(name, kind.__name__, True, f"{kind.__name__}, {', '.join(settings)}"))
         elif _torchs_class(module) is not None:

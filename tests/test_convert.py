@@ -273,3 +273,12 @@ def test_layers_of_ours_keep_their_settings_in_a_patched_block(monkeypatch):
     monkeypatch.undo()
     with gemmconv.patched(algorithm="gemm_col2im"):
         assert complex_layer(images.to(torch.complex64)).dtype == torch.complex64
+
+
+def test_report_says_that_a_subclass_of_our_layer_is_computed_by_gemmconv(capsys):
+    class Own(gemmconv.ConvTranspose2d):
+        pass
+
+    (line,) = gemmconv.report(torch.nn.Sequential(Own(2, 2, 2)))
+    assert line.is_converted
+    assert line.kind == "Own"

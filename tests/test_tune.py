@@ -14,6 +14,7 @@ from gemmconv import pairs, rank, tuned
 from gemmconv.algorithms import gemm_col2im
 from gemmconv.geometry import Problem
 from gemmconv.kernels.base import Config
+from gemmconv.ops import call_cache
 from gemmconv.pairs import Gradients, choose_pair
 from gemmconv.selection import choose
 
@@ -263,3 +264,13 @@ def test_tune_on_a_gpu_leaves_results_right_and_says_what_it_measured(tmp_path):
         of_input, of_weight = torch.autograd.grad(output.sum(), (x, model.weight))
         for one, other in zip((of_input, of_weight), right, strict=True):
             assert float((one - other).norm() / other.norm()) < 1e-3
+
+
+def test_a_call_that_was_prepared_while_choices_changed_is_not_cached():
+    def prepare():
+        tuned.take([])
+        return "by old choices"
+
+    assert call_cache.find_or_make("a call of this test", prepare) == "by old choices"
+    assert call_cache.find_or_make("a call of this test", lambda: "by new choices") == "by new choices"
+    assert call_cache.entries.pop("a call of this test") == "by new choices"

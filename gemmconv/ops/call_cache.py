@@ -14,23 +14,31 @@ from gemmconv import tuned
 entries: dict[Hashable, Any] = {}
 _lock = threading.Lock()  # held while entries are added or cleared
 _MOST_ENTRIES = 4096
+_times_cleared = 0
 
 
 def find_or_make(key: Hashable, make: Callable[[], Any]) -> Any:
-    """Return the entry of a key; where there is none, make it and add it."""
+    """Return the entry of a key; where there is none, make it and add it.
+
+    An entry is not added if tuned choices changed while it was made, by which it may not be chosen.
+    """
     entry = entries.get(key)
     if entry is None:
+        before = _times_cleared
         entry = make()
         with _lock:
-            if len(entries) >= _MOST_ENTRIES:
-                del entries[next(iter(entries))]
-            entries[key] = entry
+            if before == _times_cleared:
+                if len(entries) >= _MOST_ENTRIES:
+                    del entries[next(iter(entries))]
+                entries[key] = entry
     return entry
 
 
 def _clear() -> None:
+    global _times_cleared
     with _lock:
         entries.clear()
+        _times_cleared += 1
 
 
 tuned.on_change.append(_clear)  # calls that were prepared before are then prepared and chosen anew
