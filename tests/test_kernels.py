@@ -582,7 +582,7 @@ IMAGE_ROW_RUNS = runs_in_two_types(
 # Many items of two blocks of rows, with more passes than there is room for; and of windows.
 IMAGE_ROWS = run_of(
     *("gemm_fold_pixels", IMAGE_ROW_CASES[2]),
-    lambda tile: tile.row_blocks == 2 and tile.lines // 16 > 2 * tile.fold_outs,
+    lambda tile: tile.position_blocks == 2 and tile.lines // 16 > 2 * tile.fold_outs,
     "tf32",
 )
 IMAGE_ROW_WINDOWS = run_of("gemm_fold_pixels", IMAGE_ROW_CASES[3], lambda tile: tile.windows[2] > 0, "tf32")
@@ -594,7 +594,7 @@ SHUFFLE_RUNS = runs_in_two_types(
 )
 # Many items of several blocks of lines, whose inputs stay; and one block, whose inputs come with its weights.
 SHUFFLE, SHUFFLE_TF32 = (
-    run_of("gemm_depth_to_space", SHUFFLE_CASES[-1], lambda tile: tile.held and tile.blocks > 2, kind)
+    run_of("gemm_depth_to_space", SHUFFLE_CASES[-1], lambda tile: tile.held and tile.set_line_blocks > 2, kind)
     for kind in ("fp16", "tf32")
 )
 SHUFFLE_ALONE = run_of("gemm_depth_to_space", SHUFFLE_CASES[4], lambda tile: not tile.kept)
@@ -1047,8 +1047,8 @@ GRADS_MMA_RUNS += [
 TILE_PATHS = {
     "gemm_depth_to_space": (SHUFFLE_RUNS, """
         packed; held; positions % 128 == 0; positions > 128; problem.in_pixels % 128 == 0; input_size[1] % 2 == 0
-        input_size == problem.input_size; sets > 1; line_blocks % sets == 0; blocks > 1; chunks > 1; chunks > 3
-        chunks % 2 == 0; ring_sizes[0] > chunks; lines % 64 == 0; piece * itemsize == 16
+        input_size == problem.input_size; sets > 1; line_blocks % sets == 0; set_line_blocks > 1; chunks > 1
+        chunks > 3; chunks % 2 == 0; ring_sizes[0] > chunks; lines % 64 == 0; piece * itemsize == 16
         problem.kernel_size[1] == 1; problem.kernel_size[1] > 2; problem.in_channels * itemsize % 128 == 0
         problem.out_channels * problem.taps % lines == 0
     """),
@@ -1062,12 +1062,12 @@ TILE_PATHS = {
         not any(map(mod, problem.kernel_size, problem.stride))
     """),
     "gemm_fold_pixels": (IMAGE_ROW_RUNS, """
-        packed; held; row_blocks == 2; windows[0] > 1; windows[2] > 0; item_positions % 128 == 0; images > 1
-        problem.batch % images > 0; sets > 1; blocks > 1; chunks > 1
-        (row_blocks, itemsize) == (1, 2) and chunks > 3 and chunks % 2 == 0
-        (row_blocks, itemsize) == (1, 2) and chunks > 3 and chunks % 2 == 1
-        (row_blocks, itemsize) == (1, 4) and chunks > 3 and chunks % 2 == 0
-        (row_blocks, itemsize) == (1, 4) and chunks > 3 and chunks % 2 == 1
+        packed; held; position_blocks == 2; windows[0] > 1; windows[2] > 0; item_positions % 128 == 0; images > 1
+        problem.batch % images > 0; sets > 1; set_line_blocks > 1; chunks > 1
+        (position_blocks, itemsize) == (1, 2) and chunks > 3 and chunks % 2 == 0
+        (position_blocks, itemsize) == (1, 2) and chunks > 3 and chunks % 2 == 1
+        (position_blocks, itemsize) == (1, 4) and chunks > 3 and chunks % 2 == 0
+        (position_blocks, itemsize) == (1, 4) and chunks > 3 and chunks % 2 == 1
         lines // problem.taps // fold_outs % 2 == 1; problem.out_channels % fold_outs == 0
         lines // problem.taps // fold_outs > 2; cells > 128; parts > 1
         parts > 1 and problem.kernel_size[1] % problem.stride[1] > 0; 16 % problem.taps == 0; piece * itemsize == 16

@@ -55,7 +55,7 @@ def test_sets_have_all_lines_and_none_is_empty(tile):
     p = tile.problem
     assert tile.items % tile.sets == 0
     assert 0 <= tile.line_blocks * tile.lines - p.out_channels * p.taps < tile.lines
-    assert (tile.sets - 1) * tile.blocks < tile.line_blocks <= tile.sets * tile.blocks
+    assert (tile.sets - 1) * tile.set_line_blocks < tile.line_blocks <= tile.sets * tile.set_line_blocks
     assert tile.lines % 16 == tile.lines % p.taps == 0
     assert tile.chunks * 128 >= p.in_channels * tile.itemsize > (tile.chunks - 1) * 128
 
@@ -102,7 +102,7 @@ def test_windows_have_all_inputs_that_their_cells_read(tile):
 @each_fold
 def test_blocks_and_passes_have_all_taps_of_some_output_channels(tile):
     p = tile.problem
-    assert tile.lines * tile.row_blocks <= 256
+    assert tile.lines * tile.position_blocks <= 256
     assert tile.lines // p.taps % tile.fold_outs == 0
     assert tile.fold_outs * p.taps % 8 == 0
     assert 2 * tile.fold_outs * p.taps * tile.fold_pitch * 4 == tile.own_bytes
@@ -131,6 +131,19 @@ def test_a_copy_is_as_a_fresh_tile_and_the_bound_of_its_cycles_holds(tile):
     assert tile.least_cycles <= tile.cycles * (1 + 1e-9)
 
 
+def test_search_goes_as_the_module_says():
+    example = Problem(64, 64, 32, 1, (8, 8), (4, 4), (2, 2), (1, 1))
+    tile, candidates = gemm_fold_pixels.tile_of(example, 4), [*gemm_fold_pixels._one_set_tiles(example, 4, 132)]
+    bounds = sorted((candidate.least_cycles, candidate.lines, candidate.images) for candidate in candidates)
+    assert len(candidates) == 36
+    assert [round(cycles) for cycles, _, _ in bounds[:4]] == [14_229, 14_595, 14_878, 14_880]
+    assert (bounds[0][1:], bounds[3][1:]) == ((128, 4), (144, 2))
+    assert (tile.lines, tile.images, tile.sets, round(tile.cycles)) == (144, 2, 4, 15_244)
+    assert bounds[7][0] < tile.cycles < bounds[8][0]
+    assert round(bounds[8][0]) == 15_336
+    assert (tile.items, tile.chunks, tile.fold_outs, tile.fold_pitch, tile.fold_turns) == (128, 2, 3, 132, 1)
+
+
 def test_signal_of_fewer_cells_than_a_window_has_smaller_windows():
     cropped = Problem(64, 256, 256, 1, (1, 260), (1, 2), (1, 1), (0, 16))  # 229 outputs
     assert {tile.window for tile in gemm_fold_pixels.tiles_of(cropped, 4)} == {128}
@@ -149,4 +162,4 @@ def test_blocks_of_lines_have_whole_rows_of_outputs(tile):
     assert 16 <= tile.lines <= 256
     if tile.packed and tile.problem.kernel_size[1] > 2:
         assert tile.lines % (4 * tile.problem.kernel_size[1]) == 0
-    assert tile.blocks == 1 or tile.kept
+    assert tile.set_line_blocks == 1 or tile.kept

@@ -114,7 +114,7 @@ DECLINED = [
      *((16, (32, width)) for width in (28, 30, 40)), (16, (2**21, 32)), (2**31 - 40, (32, 32))),
     # 36 inputs: no eight of them; two blocks of positions; what nobody computes; no windows.
     ("sm90/gemm_fold_pixels", "forward", HALF, NCHW, IMAGES, lambda tile: True, (128, (6, 6)), (128, (20, 20))),
-    ("sm90/gemm_fold_pixels", "forward", TF32, NCHW, IMAGES, lambda tile: tile.row_blocks == 1, (128, (16, 16))),
+    ("sm90/gemm_fold_pixels", "forward", TF32, NCHW, IMAGES, lambda tile: tile.position_blocks == 1, (128, (16, 16))),
     ("sm90/gemm_fold_pixels", "forward", HALF, NCHW, SIGNALS, lambda tile: True, (16, (1, 64))),
     # Rows that begin elsewhere.
     ("sm90/gemm_fold_rows", "forward", TF32, NCHW, ROWS_OF_SECTORS, lambda tile: not tile.whole_sectors,

@@ -13,7 +13,7 @@
  * what it can give. What comes from memory and goes there is as much as products take, so that outputs wait, and are stored
  * while the products of the next block run (DEFERRED_STORES).
  *
- * Macros: those of pipeline/pixels_on_m.cuh, with one block of rows, no memory of its own, kernels of 1, 2, 4, 8 or 16 taps,
+ * Macros: those of pipeline/pixels_on_m.cuh, with one position block, no memory of its own, kernels of 1, 2, 4, 8 or 16 taps,
  * LINES a multiple of 4 * KERNEL_W where PACKED; images have one row where KERNEL_H is 1; PAIRED_ROWS (1 where KERNEL_W <= 2 and
  * rows of images are even); DEFERRED_STORES (1 or 0); WHOLE_OUTS (1 where output channels are whole blocks of lines). Chosen by
  * gemmconv/kernels/sm90/gemm_depth_to_space.py.
@@ -21,8 +21,8 @@
 #include "pipeline/pixels_on_m.cuh"
 #include "ptx/store.cuh"
 
-static_assert(ROW_BLOCKS == 1 && !WINDOWED && 16 % kTaps == 0, "see there");
-constexpr int kShares = LEAST_CHUNKS;  // that stores are divided into
+static_assert(POSITION_BLOCKS == 1 && !WINDOWED && 16 % kTaps == 0, "see there");
+constexpr int kShares = CHUNK_CLASS;  // chunks that multiply peels off: each has a share of the stores
 
 // Rows g and g + 8 of a warp's 16 are positions 2g and 2g + 1, or g and g + 8.
 constexpr bool kPaired = PAIRED_ROWS;
@@ -145,12 +145,12 @@ __device__ __forceinline__ void consume(const pixels_on_m_params& p, int warp) {
     each_item<item_t>(p, [&](const item_t& item) {
         const places_t places(p, item.position, warp);
         #pragma unroll 1
-        for (int block = 0; block < item.blocks; ++block) {
-            const int first = (item.block + block) * kBlockOuts;
+        for (int block = 0; block < item.line_blocks; ++block) {
+            const int first = (item.line_block + block) * kBlockOuts;
             const biases_t biases(p, first);
             float sums[1][LINES / 2];
             ring_t here = slots;
-            const bool frees = !p.held || block + 1 == item.blocks;
+            const bool frees = !p.held || block + 1 == item.line_blocks;
             multiply<kPaired, kShares>(p, sums, ring, here, warp, frees, [&](auto share) {
                 constexpr int kShare = share;
                 if constexpr (DEFERRED_STORES) outputs.store<kTurns * kShare / kShares, kTurns * (kShare + 1) / kShares>(p);

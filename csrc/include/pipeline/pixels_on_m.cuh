@@ -1,21 +1,21 @@
-/* Products whose rows are positions and whose columns are lines: what sm90/gemm_depth_to_space.cu and sm90/gemm_fold_pixels.cu share.
+/* Products whose rows are positions and whose columns are lines, for sm90/gemm_depth_to_space.cu and sm90/gemm_fold_pixels.cu.
  *
  *   columns [(image, ih, iw), (co, kh, kw)] = sum over ci of input [ci, (image, ih, iw)] weight [ci, (co, kh, kw)]
  *
- * A warp takes the inputs of its 16 positions as they lie in shared memory, channel by channel, into registers, of 16 bits or
- * rounded to TF32. Weights are the columns' side: of 16 bits as torch has them, [ci][line], the other way round
- * (ptx/wgmma.cuh); tensor cores take TF32 K-major alone, and weights/pack.cu lays it out (PACKED).
+ * An item is up to POSITION_BLOCKS * 128 positions times some line blocks, each of LINES lines. Each of two warpgroups multiplies
+ * 64 of every 128 positions. kLoaders threads copy inputs to slots, and one thread copies weights to stages: each slot and each
+ * stage has a chunk, 128 bytes of channels. If an item has several line blocks and slots for all of its chunks, inputs are held
+ * (p.held): they are copied once, and read for every line block. Otherwise they are copied anew for each line block.
  *
- * An item is so many positions, up to ROW_BLOCKS * 128, across images or one of an image's windows, and some blocks of LINES
- * lines. Each of two warpgroups has 64 of every 128 positions. kLoaders threads bring inputs to slots, one thread the weights
- * to stages, each of 128 bytes of channels. Slots are kept for all lines of an item where it has more than one block of them
- * and all fit, else both come together.
+ * A warp loads the inputs of its 16 positions from slots into registers, and rounds float32 to TF32 there. Tensor cores read the
+ * weights from stages. Those of 16 bits lie as in memory, [ci][line] (ptx/wgmma.cuh). TF32 must be K-major: weights/pack.cu has
+ * laid these weights out (PACKED).
  *
- * Macros, of which PIECE alone depends on sizes: ELEMENT_T, PACKED (1 for float32, 0 for 16 bits); KERNEL_H, KERNEL_W;
- * WHOLE_CHANNELS (1 where channels are whole slots); LEAST_CHUNKS (1 for one slot of channels, 2 for an even number, 3 for any
- * other; 1 for all where ROW_BLOCKS is 2); ROW_BLOCKS (of 128 positions); WINDOWED (1 where items are windows, 0 where they go
- * across images); LINES (a multiple of 16 up to 256, with all taps of its output channels); PIECE (inputs that are copied
- * together); OWN_BYTES (of shared memory that the kernel has for itself, a multiple of 16).
+ * Macros: ELEMENT_T, KERNEL_H, KERNEL_W; LINES (a multiple of 16 up to 256, all taps of some output channels);
+ *   PACKED (1 for float32, 0 for 16 bits); WHOLE_CHANNELS (1 if all chunks are full); PIECE (inputs that are copied together);
+ *   POSITION_BLOCKS (1 or 2); OWN_BYTES (shared memory of the kernel's own, a multiple of 16);
+ *   WINDOWED (1 if items are windows of images of one row; 0 if they are whole images, or go across images);
+ *   CHUNK_CLASS (1 for one chunk, 2 for an even number, 3 for three, five, ...; 1 for all if POSITION_BLOCKS is 2).
  */
 #pragma once
 
@@ -34,26 +34,34 @@ struct pixels_on_m_params {
 #if PACKED
     const unit_t* __restrict__ weights;
 #else
-    tensor_map_t weights;  // [channels][lines]; a box has kChannels of 64
+    tensor_map_t weights;  // [channels][lines]; a box has kChannels channels of 64 lines
 #endif
     const ELEMENT_T* __restrict__ input;
     const ELEMENT_T* __restrict__ bias;  // or null
     ELEMENT_T* __restrict__ output;
-    int positions;  // of all images
-    int items;
-    int in_channels, out_channels, chunks, line_blocks;  // of slots of channels; of LINES, that there are
-    // Reciprocals (numeric/divide.cuh) of sets, pixels, windows, the width of images; of cells of an image, and in its rows.
+    int positions;                  // of all images
+    int items;                      // of all sets
+    int in_channels, out_channels;
+    int chunks;                     // of a pixel's channels
+    int line_blocks;                // of all sets
+    // Reciprocals (numeric/divide.cuh) of sets; of pixels of an image, windows, in_w; of cells of an image, and of a row of cells.
     unsigned long long of_sets, of_pixels, of_windows, of_width, of_cells, of_cells_w;
-    int in_h, in_w, images;           // images of an item
-    int item_positions;               // of PIECE each, as are what windows have
-    int windows, step, left;          // of an image; positions from one to the next, and before the first
-    int sets, blocks, held;           // that lines are divided into, blocks of one at most; whether slots are kept for them
-    int slots, stages, first_stage, first_own, first_barrier;  // the last in bytes of shared memory
+    int in_h, in_w;
+    int images;                     // of an item; 0 if items go across images
+    int item_positions;             // a multiple of PIECE, like step and left
+    int windows;                    // of an image
+    int step;                       // positions from one window to the next
+    int left;                       // positions of a window before that of its first cell
+    int sets;                       // that the line blocks are divided into
+    int set_line_blocks;            // of a set; the last set may have fewer
+    int held;                       // 1 if an item's inputs stay in slots for all of its line blocks
+    int slots, stages;              // buffers of the two rings
+    int first_stage, first_own, first_barrier;  // where these begin in shared memory, in bytes
 };
 
 constexpr int kItem = sizeof(ELEMENT_T), kTaps = KERNEL_H * KERNEL_W;
-constexpr int kBlockPositions = 128, kPositions = ROW_BLOCKS * kBlockPositions, kBlockOuts = LINES / kTaps;
-static_assert(LINES % 16 == 0 && LINES % kTaps == 0, "a block has all taps of its output channels");
+constexpr int kBlockPositions = 128, kPositions = POSITION_BLOCKS * kBlockPositions, kBlockOuts = LINES / kTaps;
+static_assert(LINES % 16 == 0 && LINES % kTaps == 0, "a line block has all taps of its output channels");
 
 // Shared memory: inputs [slots][kChannels][kPositions], whose pieces of 16 bytes are swapped; weights [stages], either
 // [64 lines][kChannels] of 128 bytes, swizzled, or [kSteps][2][LINES] of 16; the kernel's own; biases [warps][kBlockOuts];
@@ -76,16 +84,17 @@ __device__ __forceinline__ barriers_t& barriers_of_stage(const pixels_on_m_param
     return barriers_of_slot(p, p.slots + stage);
 }
 
-/* A work tile (item): its first position, of all images or, where they have several windows, of image `image`, which may have no
- * such position, else its first image; its first block of lines, and how many there are.
- */
+/* Where an item begins. Its number is place * sets + set; a place is a window, or the images or positions of an item. */
 struct item_t {
-    int image, position, block, blocks;
+    int image;        // WINDOWED: the window's. Otherwise the first image, or 0 if items go across images
+    int position;     // WINDOWED: the first in that image, negative if it is in the left halo. Otherwise the first of all images
+    int line_block;   // the first line block
+    int line_blocks;  // how many the item has
     __device__ __forceinline__ item_t(const pixels_on_m_params& p, int index) {
-        const int window = divided(index, p.of_sets);
-        image = WINDOWED ? divided(window, p.of_windows) : window * p.images;
-        block = (index - window * p.sets) * p.blocks, blocks = least(p.blocks, p.line_blocks - block);
-        position = WINDOWED ? (window - image * p.windows) * p.step - p.left : window * p.item_positions;
+        const int place = divided(index, p.of_sets), set = index - place * p.sets;
+        image = WINDOWED ? divided(place, p.of_windows) : place * p.images;
+        line_block = set * p.set_line_blocks, line_blocks = least(p.set_line_blocks, p.line_blocks - line_block);
+        position = WINDOWED ? (place - image * p.windows) * p.step - p.left : place * p.item_positions;
     }
 };
 
@@ -101,22 +110,22 @@ __device__ __forceinline__ void produce_weights(const pixels_on_m_params& p) {
     ring_t ring;
     if (PACKED) grid_dependency_wait();
     each_item<item_t>(p, [&](const item_t& item) {
-        int block = item.block, chunk = 0;
+        int line_block = item.line_block, chunk = 0;
         #pragma unroll 1
-        for (int i = 0; i < item.blocks * p.chunks; ++i, ring.advance(p.stages)) {
+        for (int i = 0; i < item.line_blocks * p.chunks; ++i, ring.advance(p.stages)) {
             unsigned char* stage = stage_of(p, ring.stage);
             barrier_t& full = barriers_of_stage(p, ring.stage).full;
             barrier_wait(barriers_of_stage(p, ring.stage).empty, ring.parity ^ 1);
             barrier_arrive_expecting(full, kStageBytes);
 #if PACKED
-            const long long first = (static_cast<long long>(block) * p.chunks + chunk) * (LINES * 8);
+            const long long first = (static_cast<long long>(line_block) * p.chunks + chunk) * (LINES * 8);
             bulk_copy(stage, p.weights + first, kStageBytes, full);
 #else
             #pragma unroll
             for (int box = 0; box < kStageBytes / kBoxBytes; ++box)
-                tma_load(stage + box * kBoxBytes, p.weights, block * LINES + box * 64, chunk * kChannels, 0, 0, full);
+                tma_load(stage + box * kBoxBytes, p.weights, line_block * LINES + box * 64, chunk * kChannels, 0, 0, full);
 #endif
-            if (++chunk == p.chunks) chunk = 0, ++block;
+            if (++chunk == p.chunks) chunk = 0, ++line_block;
         }
     });
 }
@@ -129,19 +138,19 @@ __device__ __forceinline__ void produce_inputs(const pixels_on_m_params& p) {
     const int pixels = p.in_h * p.in_w;
     ring_t ring;
     each_item<item_t>(p, [&](const item_t& item) {
-        const ELEMENT_T* source[ROW_BLOCKS];
-        bool inside[ROW_BLOCKS];
+        const ELEMENT_T* source[POSITION_BLOCKS];
+        bool inside[POSITION_BLOCKS];
         #pragma unroll
-        for (int row = 0; row < ROW_BLOCKS; ++row) {
+        for (int row = 0; row < POSITION_BLOCKS; ++row) {
             const int own = row * kBlockPositions + piece, position = item.position + own;
             const int image = WINDOWED ? item.image : divided(position, p.of_pixels);
             inside[row] = own < p.item_positions && 0 <= position && position < (WINDOWED ? pixels : p.positions);
             source[row] = p.input;
-            // Before the channels of an image, so many pixels.
-            if (inside[row])
-                source[row] += static_cast<long long>(image) * (p.in_channels - !WINDOWED) * pixels + position;
+            // Channel 0 of the piece lies at image * in_channels * pixels + pixel. Unless WINDOWED, position is image * pixels + pixel.
+            const int channels = WINDOWED ? p.in_channels : p.in_channels - 1;
+            if (inside[row]) source[row] += static_cast<long long>(image) * channels * pixels + position;
         }
-        const int chunks = p.held ? p.chunks : item.blocks * p.chunks;
+        const int chunks = p.held ? p.chunks : item.line_blocks * p.chunks;
         int chunk = 0;
         #pragma unroll 1
         for (int i = 0; i < chunks; ++i, ring.advance(p.slots)) {
@@ -150,7 +159,7 @@ __device__ __forceinline__ void produce_inputs(const pixels_on_m_params& p) {
             unsigned char* slot = slot_of(ring.stage);
             barrier_wait(barriers_of_slot(p, ring.stage).empty, ring.parity ^ 1);
             #pragma unroll
-            for (int row = 0; row < ROW_BLOCKS; ++row) {
+            for (int row = 0; row < POSITION_BLOCKS; ++row) {
                 const ELEMENT_T* from = source[row] + static_cast<long long>(before + first) * pixels;
                 #pragma unroll 4
                 for (int channel = first; channel < kChannels; channel += kAtOnce) {
@@ -208,59 +217,60 @@ template <bool PAIRED> __device__ __forceinline__ void load_inputs(inputs_t& wor
     }
 }
 
-/* The sums of a block of lines, for 16 positions of every 128. The item's slots begin at `slots`, which goes on; they are free
- * behind this block if `frees`. `meanwhile` is called while products run, for each of SHARES, of p.chunks at most.
+/* The sums of a line block, for a warp's 16 positions of every 128. The item's first chunk is in slot `slots`. Both rings move on by
+ * all chunks. If `frees`, producers may then fill the slots again. PEELED chunks are multiplied before the loop, and meanwhile(i) is
+ * called while the products of the i-th run.
  */
-template <bool PAIRED, int SHARES, typename MEANWHILE>
+template <bool PAIRED, int PEELED, typename MEANWHILE>
 __device__ __forceinline__ void multiply(
-    const pixels_on_m_params& p, float (&sums)[ROW_BLOCKS][LINES / 2], ring_t& ring, ring_t& slots,
+    const pixels_on_m_params& p, float (&sums)[POSITION_BLOCKS][LINES / 2], ring_t& stages, ring_t& slots,
     int warp, bool frees, const MEANWHILE& meanwhile) {
-    static_assert(ROW_BLOCKS <= 2, "words of two groups of products take turns");
-    constexpr int kHalves = 2 / ROW_BLOCKS;      // chunks after which the same words are in turn
-    static_assert((LEAST_CHUNKS - SHARES) % kHalves == 0, "what is left is even");
-    const bool speaker = threadIdx.x % 32 == 0;  // arrives at barriers for its warp
-    int held = 0;                                // stage that products in flight may still read
+    static_assert(POSITION_BLOCKS <= 2, "words of two groups of products take turns");
+    constexpr int kHalves = 2 / POSITION_BLOCKS;  // chunks of an iteration, after which the same words are in turn
+    static_assert((CHUNK_CLASS - PEELED) % kHalves == 0, "iterations have all of their chunks");
+    const bool speaker = threadIdx.x % 32 == 0;   // arrives at barriers for its warp
+    int last_stage = 0;                           // running products may still read it
     inputs_t words[2];
     const auto step = [&](auto half, int chunk, const auto& along) {
         barrier_wait(barriers_of_slot(p, slots.stage).full, slots.parity);
-        const unsigned char* stage = stage_of(p, ring.stage);
+        const unsigned char* stage = stage_of(p, stages.stage);
         const descriptor_t right = PACKED ? descriptor_k_major(stage, LINES * 16, 128) : descriptor_mn_major(stage, kBoxBytes, 1024);
-        each<ROW_BLOCKS>([&](auto row) {
+        each<POSITION_BLOCKS>([&](auto row) {
             constexpr int kRow = row;
-            inputs_t& own = words[ROW_BLOCKS == 1 ? half : kRow];
+            inputs_t& own = words[POSITION_BLOCKS == 1 ? half : kRow];
             load_inputs<PAIRED>(own, slot_of(slots.stage), kRow * 8 + warp);
-            if (kRow == 0) barrier_wait(barriers_of_stage(p, ring.stage).full, ring.parity);
+            if (kRow == 0) barrier_wait(barriers_of_stage(p, stages.stage).full, stages.parity);
             wgmma_fence();
             descriptor_t rights[kSteps];
             #pragma unroll
             for (int k = 0; k < kSteps; ++k) rights[k] = advance(right, k * (PACKED ? LINES * 32 : 2048));
             wgmma_rows<ELEMENT_T, LINES, !PACKED>(sums[kRow], own.of, rights, chunk > 0);
             wgmma_commit();
-            if constexpr (kRow == ROW_BLOCKS - 1) {
+            if constexpr (kRow == POSITION_BLOCKS - 1) {
                 if (frees) barrier_arrive(barriers_of_slot(p, slots.stage).empty);  // each lane, for what it has read itself
                 along();
             }
             wgmma_wait<1>();
-            if (kRow == 0 && chunk > 0 && speaker) barrier_arrive(barriers_of_stage(p, held).empty);
+            if (kRow == 0 && chunk > 0 && speaker) barrier_arrive(barriers_of_stage(p, last_stage).empty);
         });
-        held = ring.stage;
-        ring.advance(p.stages);
+        last_stage = stages.stage;
+        stages.advance(p.stages);
         slots.advance(p.slots);
     };
-    each<SHARES>([&](auto share) {
-        step(constant<share % 2>(), share, [&] { meanwhile(share); });
+    each<PEELED>([&](auto chunk) {
+        step(constant<chunk % 2>(), chunk, [&] { meanwhile(chunk); });
     });
-    if constexpr (LEAST_CHUNKS > 1 || SHARES == 0) {
+    if constexpr (CHUNK_CLASS > 1 || PEELED == 0) {
         #pragma unroll 1
-        for (int chunk = SHARES; chunk < p.chunks; chunk += kHalves)
+        for (int chunk = PEELED; chunk < p.chunks; chunk += kHalves)
             each<kHalves>([&](auto half) {
                 constexpr int kHalf = half;
-                step(constant<(SHARES + kHalf) % 2>(), chunk + kHalf, [] {});
+                step(constant<(PEELED + kHalf) % 2>(), chunk + kHalf, [] {});
             });
     }
     #pragma unroll
-    for (int row = 0; row < ROW_BLOCKS; ++row) wgmma_finish_rows(sums[row]);
-    if (speaker) barrier_arrive(barriers_of_stage(p, held).empty);
+    for (int row = 0; row < POSITION_BLOCKS; ++row) wgmma_finish_rows(sums[row]);
+    if (speaker) barrier_arrive(barriers_of_stage(p, last_stage).empty);
 }
 
 /* Where biases of the `warp`-th warp that multiplies lie. */
@@ -268,8 +278,8 @@ __device__ __forceinline__ float* biases_of(const pixels_on_m_params& p, int war
     return reinterpret_cast<float*>(shared + p.first_own + OWN_BYTES) + warp * kBlockOuts;
 }
 
-/* Biases of a block of lines from output channel `first` on: those of a lane come while products run, then it shares them with
- * its warp.
+/* Biases of a line block, from output channel `first` on. Each lane loads some, which come while products run, and then shares
+ * them with its warp.
  */
 struct biases_t {
     static constexpr int kOwn = ceil_div(kBlockOuts, 32);
@@ -283,7 +293,6 @@ struct biases_t {
             if (at < kBlockOuts && first + at < p.out_channels) own[i] = widen(load_once(p.bias + (first + at)));
         }
     }
-    /* For the `warp`-th warp that multiplies. */
     __device__ __forceinline__ void share(const pixels_on_m_params& p, int warp) const {
         float* all = biases_of(p, warp);
         __syncwarp();

@@ -57,13 +57,13 @@ class Tile(PositionRows):
         p = self.problem
         chunk = _COST.line_cycles * self.lines + _COST.chunk_cycles
         stored = self.lines * self.itemsize * (_COST.kept_store_cycles if self.kept else _COST.store_cycles)
-        item = _COST.item_cycles + self.blocks * (self.chunks * chunk + stored)
+        item = _COST.item_cycles + self.set_line_blocks * (self.chunks * chunk + stored)
         computed = -(-self.items // self.multiprocessors) * item
-        passes = 1 if self.held else self.blocks  # over an item's inputs, which the L2 cache hardly keeps
+        passes = 1 if self.held else self.set_line_blocks  # over an item's inputs, which the L2 cache hardly keeps
         times = 1 + _COST.again_share * (passes - 1)
         elements = math.prod(p.output_shape) + math.prod(p.input_shape) * times
         moved = elements * self.itemsize / _COST.bytes_a_cycle
-        copied = self.chunks * (self.blocks * self.lines * CHUNK_BYTES + passes * self.slot_bytes)
+        copied = self.chunks * (self.set_line_blocks * self.lines * CHUNK_BYTES + passes * self.slot_bytes)
         start = _COST.start_cycles + (_COST.pack_cycles if self.packed else 0)
         return start + overlapped(_COST.overlap, computed, moved, self.items * copied / _COST.copied_a_cycle)
 
@@ -89,7 +89,7 @@ def tiles_of(problem: Problem, itemsize: int, multiprocessors: int = REFERENCE.m
 def _tiles_in_sets(problem: Problem, itemsize: int, lines: int, multiprocessors: int) -> Iterator[Tile]:
     for sets in pixels_on_m.sets_of(problem, lines):
         tile = Tile(problem, itemsize, lines, sets, multiprocessors)
-        if tile.kept or tile.blocks == 1:  # others took longer wherever they were tried
+        if tile.kept or tile.set_line_blocks == 1:  # others took longer wherever they were tried
             yield tile
 
 

@@ -1,9 +1,9 @@
 """Shared by gemm_depth_to_space and gemm_fold_pixels: products whose rows are positions (pipeline/pixels_on_m.cuh).
 
-A position is an input pixel, a line a tap of an output channel: a product of 128 positions and a block of lines is what
-the threads that multiply ("consumers") compute at once. Other threads ("producers") fill two rings of buffers in shared
-memory: slots, each with 128 bytes of channels (a chunk) of an item's positions, and stages, each with a chunk of the
-weights of a block of lines. See gemm_fold_pixels.py for all words, and an example.
+A position is an input pixel, a line is a tap of an output channel. The threads that multiply ("consumers") compute a
+product of a position block (128 positions) and a line block at once. Other threads ("producers") fill two rings of
+buffers in shared memory: slots, each with 128 bytes of channels (a chunk) of an item's positions, and stages, each with
+a chunk of the weights of a line block. See gemm_fold_pixels.py for all words, and an example.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _BARRIER_BYTES = 16  # bytes of the barriers of a slot or a stage
 _PIECE = 4  # inputs that are copied together, at least
 _MOST_RING = 12  # slots, and stages
 _STAGES_BYTES = 98_304 + 6 * _BARRIER_BYTES  # bytes of stages that hide how long weights take from the L2 cache
-_SETS = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64)  # sets that blocks of lines may be divided into, at most
+_SETS = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64)  # sets that line blocks may be divided into, at most
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ class PositionRows:
     Attributes:
         problem: the geometry.
         itemsize: bytes of an element: 2, or 4 for float32 that is rounded to TF32.
-        lines: lines of a block, all taps of some output channels.
-        sets: sets that the blocks of lines are divided into; each item has the blocks of one.
+        lines: lines of a line block, all taps of some output channels.
+        sets: sets that the line blocks are divided into; each item has the line blocks of one.
         multiprocessors: multiprocessors of the GPU, each of which runs one thread block.
         item_positions: positions of an item.
         item_images: images of an item that has whole ones; 0 where items go on across images.
@@ -74,8 +74,8 @@ class PositionRows:
         return self.problem.input_size
 
     @property
-    def row_blocks(self) -> int:
-        """Blocks of 128 positions of an item."""
+    def position_blocks(self) -> int:
+        """Position blocks of an item."""
         return -(-self.item_positions // BLOCK_POSITIONS)
 
     @property
@@ -90,32 +90,32 @@ class PositionRows:
 
     @property
     def line_blocks(self) -> int:
-        """Blocks of lines of all sets."""
+        """Line blocks of all sets."""
         return -(-self.problem.out_channels * self.problem.taps // self.lines)
 
     @property
-    def blocks(self) -> int:
-        """Blocks of lines of a set; the last set may have fewer."""
+    def set_line_blocks(self) -> int:
+        """Line blocks of a set; the last set may have fewer."""
         return -(-self.line_blocks // self.sets)
 
     @property
     def chunks(self) -> int:
-        """Chunks of a pixel's channels: slots of an item's inputs, and stages of a block's weights."""
+        """Chunks of a pixel's channels: slots of an item's inputs, and stages of a line block's weights."""
         return -(-self.problem.in_channels * self.itemsize // CHUNK_BYTES)
 
     @property
     def slot_bytes(self) -> int:
         """Bytes of a chunk of the inputs of an item."""
-        return self.row_blocks * BLOCK_POSITIONS * CHUNK_BYTES
+        return self.position_blocks * BLOCK_POSITIONS * CHUNK_BYTES
 
     @property
     def stage_bytes(self) -> int:
-        """Bytes of a chunk of the weights of a block of lines; boxes of a tensor map are whole."""
+        """Bytes of a chunk of the weights of a line block; boxes of a tensor map are whole."""
         return (self.lines if self.packed else up_to_multiple(self.lines, _BOX_LINES)) * CHUNK_BYTES
 
     @property
     def bias_bytes(self) -> int:
-        """Bytes of the biases of a block, with a copy for each warp."""
+        """Bytes of the biases of a line block, with a copy for each warp."""
         return -(-CONSUMERS // 32 * (self.lines // self.problem.taps) // 4) * 16
 
     @property
@@ -126,8 +126,8 @@ class PositionRows:
 
     @cached_property
     def held(self) -> bool:
-        """Whether an item's inputs stay in shared memory for all of its blocks of lines: they do if they fit."""
-        return self.blocks > 1 and self.chunks <= _MOST_RING and self.own_bytes <= self.left_bytes
+        """Whether an item's inputs stay in shared memory for all of its line blocks: they do if they fit."""
+        return self.set_line_blocks > 1 and self.chunks <= _MOST_RING and self.own_bytes <= self.left_bytes
 
     @cached_property
     def ring_sizes(self) -> tuple[int, int]:
@@ -189,7 +189,7 @@ def serves(problem: Problem, itemsize: int, multiprocessors: int) -> bool:
     p = problem
     if p.groups > 1 or p.batch == 0 or p.in_pixels % _PIECE or (itemsize == 2 and p.out_channels * p.taps % 8):
         return False
-    # Also of channels and lines that fill the last ones, and of blocks of threads that look for a next item.
+    # Chunks and line blocks are counted as if full, and thread blocks count on to items behind the last one.
     products = (p.in_channels + 64) * max(p.out_channels * p.taps + MOST_LINES, p.in_pixels)
     least = min(BLOCK_POSITIONS // 2, p.in_pixels)  # positions of an item that no other has
     items = (p.batch * p.in_pixels + (multiprocessors + 2) * BLOCK_POSITIONS) * max(_SETS) // least
@@ -198,9 +198,9 @@ def serves(problem: Problem, itemsize: int, multiprocessors: int) -> bool:
 
 
 def sets_of(problem: Problem, lines: int) -> set[int]:
-    """The numbers of sets that the blocks of so many lines may be divided into."""
-    blocks = -(-problem.out_channels * problem.taps // lines)
-    return {even_share(blocks, count) for count in _SETS}
+    """The numbers of sets that line blocks of so many lines may be divided into."""
+    line_blocks = -(-problem.out_channels * problem.taps // lines)
+    return {even_share(line_blocks, count) for count in _SETS}
 
 
 def macros_of(tile: PositionRows, dtype: torch.dtype) -> Macros:
@@ -212,21 +212,20 @@ def macros_of(tile: PositionRows, dtype: torch.dtype) -> Macros:
         "KERNEL_H": p.kernel_size[0],
         "KERNEL_W": p.kernel_size[1],
         "WHOLE_CHANNELS": int(p.in_channels * tile.itemsize % CHUNK_BYTES == 0),
-        "LEAST_CHUNKS": 1 if tile.chunks == 1 or tile.row_blocks == 2 else 2 + tile.chunks % 2,
-        "ROW_BLOCKS": tile.row_blocks,
+        "CHUNK_CLASS": 1 if tile.chunks == 1 or tile.position_blocks == 2 else 2 + tile.chunks % 2,
         "WINDOWED": int(tile.windows[0] > 1),
         "LINES": tile.lines,
-        **named_macros(tile, "piece own_bytes"),
+        **named_macros(tile, "position_blocks piece own_bytes"),
     }
 
 
-def program(config: Config, name: str, tile: PositionRows, macros: Macros, row: int) -> Program:
-    """A forward pass by csrc/sm90/``name``.cu; ``row`` is the order of packed lines: see :func:`k_major_macros`."""
+def program(config: Config, name: str, tile: PositionRows, macros: Macros, run: int = 1) -> Program:
+    """A forward pass by csrc/sm90/``name``.cu. If ``run`` is not 1, packing gives runs of so many lines to a thread."""
     box, pack = (_BOX_LINES, CHUNK_BYTES // tile.itemsize), None
     (in_h, in_w), (cells_h, cells_w) = tile.input_size, tile.cells_of_image
     divisors = tile.sets, in_h * in_w, tile.windows[0], in_w, cells_h * cells_w, cells_w
     if tile.packed:
-        pack = packing(k_major_macros(tile.problem, tile.lines, tile.chunks * (CHUNK_BYTES // 16), row))
+        pack = packing(k_major_macros(tile.problem, tile.lines, tile.chunks * (CHUNK_BYTES // 16), run))
     params: Params = {
         "weights": "packed" if pack else weight_map(tile.problem, tile.itemsize, box),
         "input, bias, output": ("input", "bias", "output"),
@@ -237,7 +236,7 @@ def program(config: Config, name: str, tile: PositionRows, macros: Macros, row: 
         "in_h, in_w, images": (in_h, in_w, tile.item_images),
         "item_positions": tile.item_positions,
         "windows, step, left": tile.windows,
-        "sets, blocks, held": (tile.sets, tile.blocks, int(tile.held)),
+        "sets, set_line_blocks, held": (tile.sets, tile.set_line_blocks, int(tile.held)),
         "slots, stages, first_stage, first_own, first_barrier": (*tile.ring_sizes, *tile.first_bytes),
     }
     return forward_program(config, name, tile, macros, params, tile.threads, pack)
