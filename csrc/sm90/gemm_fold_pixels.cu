@@ -2,35 +2,37 @@
  *
  *   columns [position, line] = sum over ci of input [ci, position] weight [ci, line]
  *
- * A position (one pixel of one image) is a row of the product, and a line (one tap of one output channel) a column of it. A thread
- * block takes item after item: positions of some images, or of a window of one row with those inputs of its neighbours that its
- * cells read (WINDOWED), times some line blocks of LINES lines. Nothing else is multiplied, no gaps between images or their rows.
+ * A position (one pixel of one image) is a row of the product, and a line (one tap of one output channel) a column of it.
+ * A thread block takes item after item: positions of some images, or of a window of one row with the neighbours that its
+ * cells read (WINDOWED), times some line blocks of LINES lines. Gaps between images or their rows are not multiplied.
  *
- * Producer warps fill two rings of buffers in shared memory: slots with inputs, stages with weights (pipeline/pixels_on_m.cuh). A
- * consumer warp multiplies, for each line block of each item. Then for each fold, the columns of FOLD_OUTS output channels, it
- * writes its columns to shared memory, waits for the other warps, and gathers outputs (epilogue/fold_smem.cuh).
+ * Producer warps fill two rings of buffers in shared memory: slots with inputs, stages with weights
+ * (pipeline/pixels_on_m.cuh). A consumer warp multiplies, for each line block of each item. Then for each fold, the columns
+ * of FOLD_OUTS output channels, it writes columns to shared memory, waits for the other warps, and gathers outputs
+ * (epilogue/fold_smem.cuh).
  *
  *   64 images of 8 x 8, 64 to 32 channels, kernel 4, stride 2, padding 1, in TF32 (the example of the host file):
- *   item        two images: 128 positions (POSITION_BLOCKS = 1), 64 for each of two warpgroups, 16 for each of eight warps
+ *   item        two images: 128 positions (POSITION_BLOCKS = 1), 16 for each of eight warps
  *   line block  LINES = 144: the 16 taps of 9 output channels. A lane has 72 sums, of two positions and 36 lines
  *   multiply    two chunks of 32 channels (CHUNK_CLASS = 2), each four products of 8 channels x 144 lines
  *   fold        FOLD_OUTS = 3: 48 lines x FOLD_PITCH = 132 floats, 25 KB. Three folds (kFolds), in two buffers by turns
- *   gather      128 cells of 2 x 2 outputs: threads 0 to 127 have one each, the others none (FOLD_GROUPS = FOLD_TURNS = 1)
+ *   gather      128 cells, each 2 x 2 outputs of three channels. Of 256 consumer threads the first 128 have a cell each,
+ *               and the others have none (FOLD_GROUPS = FOLD_TURNS = 1)
  *
- * Macros: those of pipeline/pixels_on_m.cuh and epilogue/fold_smem.cuh, OWN_BYTES being for columns; FOLD_OUTS (a divisor of a
- * line block's output channels, their lines a multiple of 8), WHOLE_OUTS (1 where it divides all of them), FOLD_GROUPS (of threads,
- * each of which gathers other output channels of a fold: more than 1 where a fold has fewer cells than there are threads),
- * FOLD_TURNS (cells of a thread, or parts of them, at most). Chosen by gemmconv/kernels/sm90/gemm_fold_pixels.py.
+ * Macros: those of pipeline/pixels_on_m.cuh and epilogue/fold_smem.cuh, OWN_BYTES being for columns; FOLD_OUTS (a divisor of
+ * a line block's output channels, their lines a multiple of 8); WHOLE_OUTS (1 if it divides all output channels);
+ * FOLD_GROUPS (groups of threads, each of which gathers other output channels of a fold); FOLD_TURNS (cells of a thread, or
+ * parts of them, at most). Chosen by gemmconv/kernels/sm90/gemm_fold_pixels.py.
  */
-// kBlockOuts: output channels of a line block. multiply: the main loop. each_item: calls a function for every item of the thread
-// block. ring_t: a place in a ring. each: a loop whose index is a constant. divided: by a reciprocal. run: starts all warps.
+// multiply: the main loop; each_item: a loop over the thread block's items; each: a loop whose indices are constants; ring_t:
+// a place in a ring; divided: by a reciprocal; run: starts all warps; kBlockOuts: output channels of a line block
 #include "pipeline/pixels_on_m.cuh"
-// gather; image_t, cell_t; kParts: of a row of a cell, each gathered by a thread. pair_t: two columns
+// gather: sums columns and stores outputs; cell_t: where a cell lies; kParts: parts of a row of a cell, for a thread each
 #include "epilogue/fold_smem.cuh"
 #include "ptx/named_barrier.cuh"
 
 constexpr int kFoldLines = FOLD_OUTS * kTaps, kFolds = LINES / kFoldLines, kFoldFloats = kFoldLines * FOLD_PITCH;
-// Chunks that multiply computes before its loop. With one position block an iteration takes two chunks, so an odd number leaves one.
+// Chunks that multiply computes before its loop: one if iterations take two chunks (one position block), of an odd number.
 constexpr int kPeeled = POSITION_BLOCKS == 1 ? CHUNK_CLASS % 2 : 0;
 static_assert(kFoldLines % 8 == 0 && LINES % kFoldLines == 0, "every thread has columns of each fold, in groups of 8 lines");
 static_assert(FOLD_PITCH % 8 == 4 && kPositions <= FOLD_PITCH, "a warp writes columns to different banks");
@@ -68,8 +70,8 @@ __device__ __forceinline__ void write_columns(float* columns, const float (&sums
     }
 }
 
-/* The i-th cell of an item: whether it exists, its image, row and column, and its place in a line of columns. The place of a cell
- * beside the image is another position's; gather adds the shift of a tap, and reads only if row and column are then inside.
+/* The i-th cell of an item: whether it exists, its image, row and column, and its place in a line of columns. A cell to the
+ * right of the image has a place of the next row. gather adds the shifts of a tap, and reads only what is then in the image.
  */
 __device__ __forceinline__ cell_t cell_of(const pixels_on_m_params& p, const item_t& item, int i) {
     const image_t of{p.in_h, p.in_w};
@@ -83,18 +85,18 @@ __device__ __forceinline__ cell_t cell_of(const pixels_on_m_params& p, const ite
     }
 }
 
-/* Consumer warp `warp`: multiplies, then writes, waits and gathers fold by fold. The three folds of the example:
+/* What consumer warp `warp` does. Two buffers hold the folds by turns. In the example, with three folds:
  *
- *   fold 0   write buffer 0   barrier   gather buffer 0
- *   fold 1   write buffer 1   barrier   gather buffer 1    behind this barrier all warps have gathered fold 0: buffer 0 is free
- *   fold 2   write buffer 0   barrier   gather buffer 0
- *            barrier                                       the next line block begins with buffer 0, too, as kFolds is odd
+ *   fold 0   write buffer 0   barrier   gather from buffer 0
+ *   fold 1   write buffer 1   barrier   gather from buffer 1   After this barrier no warp gathers fold 0: buffer 0 is free.
+ *   fold 2   write buffer 0   barrier   gather from buffer 0
+ *   end                       barrier                          Frees buffer 0 for fold 0 of the next line block.
  *
- * Its line blocks have output channels 0, 9, 18 and 27 on. Of the last one, fold 1 has two channels that exist, and fold 2 none.
+ * An even number of folds ends with buffer 1, and needs no barrier at the end: its last one has freed buffer 0.
  */
 __device__ __forceinline__ void consume(const pixels_on_m_params& p, int warp) {
-    constexpr bool kPaired = true;                      // rows g and g + 8 are neighbouring positions: see write_columns
-    const auto nothing_meanwhile = [](auto /* chunk */) {};  // while products run
+    constexpr bool kPaired = true;                 // rows g and g + 8 are neighbouring positions: see write_columns
+    const auto nothing_meanwhile = [](auto) {};    // the warp only waits while products run
     float* buffers = reinterpret_cast<float*>(shared + p.first_own);
     const image_t image{WINDOWED ? 1 : p.in_h, p.in_w};
     const int cells = WINDOWED ? p.step : p.images * (image.cells_h() * image.cells_w());
@@ -102,17 +104,18 @@ __device__ __forceinline__ void consume(const pixels_on_m_params& p, int warp) {
     const float* biases = biases_of(p, warp) + group * kGroupOuts;
     ring_t stages, slots;
     each_item<item_t>(p, [&](const item_t& item) {
-        const int lane = thread % kLanes;  // of the group's threads, which are more than a warp's
-        // A thread gathers the same cells in each fold. In the example thread i has cell i % 64 of the item's image i / 64.
+        const int lane = thread % kLanes;  // number in the group, which has 256 threads in the example
+        // A thread gathers the same cells in each fold. Thread 70 of the example has cell 6 of the item's second image.
         cell_t own[kOwnCells];
         #pragma unroll
         for (int turn = 0; turn < kOwnCells; ++turn) own[turn] = cell_of(p, item, (turn * kLanes + lane) / kParts);
         #pragma unroll 1
         for (int block = 0; block < item.line_blocks; ++block) {
+            // Output channels 0, 9, 18 or 27 on. Of the last nine, fold 1 has two that exist, and fold 2 none.
             const int first = (item.line_block + block) * kBlockOuts;
-            const biases_t block_biases(p, first);  // come while products run
-            // Held inputs are read again from `slots` on by each line block. The last one frees them, and moves `slots` to the next
-            // item's. Inputs that are not held come anew for each line block, in other slots.
+            const biases_t block_biases(p, first);  // loaded while products run
+            // Multiply. If inputs are held, every line block reads the same slots, from `slots` on. The last one frees them,
+            // and `slots` moves on to those of the next item. Otherwise each line block has slots of its own.
             float sums[POSITION_BLOCKS][LINES / 2];
             ring_t here = slots;
             const bool frees = !p.held || block + 1 == item.line_blocks;
@@ -122,13 +125,13 @@ __device__ __forceinline__ void consume(const pixels_on_m_params& p, int warp) {
             #pragma unroll 1
             for (int fold = 0; fold < kFolds; ++fold) {
                 float* columns = buffers + fold % 2 * kFoldFloats;
-                // Sums stay in registers only if all of their indices are constants. So a call for each fold is compiled; one runs.
+                // Write. Sums stay in registers only if their indices are constants: all kFolds calls are compiled, one runs.
                 each<kFolds>([&](auto known) {
                     if (known == fold) write_columns<known>(columns, sums, warp);
                 });
                 named_barrier_sync<1, kConsumers>();
                 const int out = first + fold * FOLD_OUTS + group * kGroupOuts;
-                // own[turn % kOwnCells]: the index is a constant where kOwnCells is 1, even if gather does not unroll its turns.
+                // Gather. If kOwnCells is 1, `% kOwnCells` is the constant 0, so that own[0] stays in registers.
                 if (out < p.out_channels)
                     gather<FOLD_TURNS, kLanes, kGroupOuts, WHOLE_OUTS>(
                         image, p.output, p.out_channels, columns + group * (kGroupOuts * kTaps * FOLD_PITCH),

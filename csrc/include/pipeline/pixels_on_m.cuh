@@ -2,14 +2,14 @@
  *
  *   columns [(image, ih, iw), (co, kh, kw)] = sum over ci of input [ci, (image, ih, iw)] weight [ci, (co, kh, kw)]
  *
- * An item is up to POSITION_BLOCKS * 128 positions times some line blocks, each of LINES lines. Each of two warpgroups multiplies
- * 64 of every 128 positions. kLoaders threads copy inputs to slots, and one thread copies weights to stages: each slot and each
- * stage has a chunk, 128 bytes of channels. If an item has several line blocks and slots for all of its chunks, inputs are held
- * (p.held): they are copied once, and read for every line block. Otherwise they are copied anew for each line block.
+ * An item is up to POSITION_BLOCKS * 128 positions times some line blocks, each of LINES lines. Each of two warpgroups
+ * multiplies 64 of every 128 positions. kLoaders threads copy inputs to slots, and one thread copies weights to stages: a slot
+ * or a stage has a chunk, 128 bytes of channels. If an item has several line blocks, and slots for all of its chunks, inputs
+ * are held: they are copied once, and read for every line block. Otherwise they are copied anew for each line block.
  *
- * A warp loads the inputs of its 16 positions from slots into registers, and rounds float32 to TF32 there. Tensor cores read the
- * weights from stages. Those of 16 bits lie as in memory, [ci][line] (ptx/wgmma.cuh). TF32 must be K-major: weights/pack.cu has
- * laid these weights out (PACKED).
+ * A warp loads the inputs of its 16 positions from slots into registers, and rounds float32 to TF32 there. Tensor cores read
+ * weights from stages. Those of 16 bits lie as in memory, [ci][line] (ptx/wgmma.cuh). Those of TF32 must be K-major: they are
+ * PACKED by weights/pack.cu.
  *
  * Macros: ELEMENT_T, KERNEL_H, KERNEL_W; LINES (a multiple of 16 up to 256, all taps of some output channels);
  *   PACKED (1 for float32, 0 for 16 bits); WHOLE_CHANNELS (1 if all chunks are full); PIECE (inputs that are copied together);
@@ -32,31 +32,31 @@
 
 struct pixels_on_m_params {
 #if PACKED
-    const unit_t* __restrict__ weights;
+    const unit_t* __restrict__ weights;  // [line_blocks][chunks], as stages have them
 #else
     tensor_map_t weights;  // [channels][lines]; a box has kChannels channels of 64 lines
 #endif
     const ELEMENT_T* __restrict__ input;
     const ELEMENT_T* __restrict__ bias;  // or null
     ELEMENT_T* __restrict__ output;
-    int positions;                  // of all images
-    int items;                      // of all sets
+    int positions;        // positions of all images
+    int items;            // items of all sets
     int in_channels, out_channels;
-    int chunks;                     // of a pixel's channels
-    int line_blocks;                // of all sets
-    // Reciprocals (numeric/divide.cuh) of sets; of pixels of an image, windows, in_w; of cells of an image, and of a row of cells.
+    int chunks;           // chunks of in_channels, the last of which may not be full
+    int line_blocks;      // line blocks of all sets, the last of which may not be full
+    // Reciprocals (numeric/divide.cuh) of sets; of an image's pixels, windows, width and cells; of cells in a row.
     unsigned long long of_sets, of_pixels, of_windows, of_width, of_cells, of_cells_w;
     int in_h, in_w;
-    int images;                     // of an item; 0 if items go across images
-    int item_positions;             // a multiple of PIECE, like step and left
-    int windows;                    // of an image
-    int step;                       // positions from one window to the next
-    int left;                       // positions of a window before that of its first cell
-    int sets;                       // that the line blocks are divided into
-    int set_line_blocks;            // of a set; the last set may have fewer
-    int held;                       // 1 if an item's inputs stay in slots for all of its line blocks
-    int slots, stages;              // buffers of the two rings
-    int first_stage, first_own, first_barrier;  // where these begin in shared memory, in bytes
+    int images;           // whole images of an item; 0 if items go across images
+    int item_positions;   // positions of an item; a multiple of PIECE, like step and left
+    int windows;          // windows of an image
+    int step;             // positions from one window to the next
+    int left;             // left halo: positions of a window before that of its first cell
+    int sets;             // sets that the line blocks are divided into
+    int set_line_blocks;  // line blocks of a set; the last set may have fewer
+    int held;             // 1 if an item's inputs stay in their slots for all of its line blocks
+    int slots, stages;    // buffers of the two rings
+    int first_stage, first_own, first_barrier;  // bytes of shared memory before the first stage, OWN_BYTES, the barriers
 };
 
 constexpr int kItem = sizeof(ELEMENT_T), kTaps = KERNEL_H * KERNEL_W;
@@ -66,7 +66,7 @@ static_assert(LINES % 16 == 0 && LINES % kTaps == 0, "a line block has all taps 
 // Shared memory: inputs [slots][kChannels][kPositions], whose pieces of 16 bytes are swapped; weights [stages], either
 // [64 lines][kChannels] of 128 bytes, swizzled, or [kSteps][2][LINES] of 16; the kernel's own; biases [warps][kBlockOuts];
 // barriers.
-constexpr int kChannels = 128 / kItem, kSteps = 4;  // of a slot; products of them
+constexpr int kChannels = 128 / kItem, kSteps = 4;  // channels of a chunk; products that they take
 constexpr int kRowBytes = kPositions * kItem, kSlotBytes = kChannels * kRowBytes;
 constexpr int kBoxBytes = 64 * 128, kStageBytes = PACKED ? LINES * 128 : ceil_div(LINES, 64) * kBoxBytes;
 constexpr int kConsumers = 256, kLoaders = 96, kProducers = kLoaders + 32, kThreads = kConsumers + kProducers;
@@ -87,7 +87,7 @@ __device__ __forceinline__ barriers_t& barriers_of_stage(const pixels_on_m_param
 /* Where an item begins. Its number is place * sets + set; a place is a window, or the images or positions of an item. */
 struct item_t {
     int image;        // WINDOWED: the window's. Otherwise the first image, or 0 if items go across images
-    int position;     // WINDOWED: the first in that image, negative if it is in the left halo. Otherwise the first of all images
+    int position;     // the first position: WINDOWED in that image, or before it in the left halo; otherwise of all images
     int line_block;   // the first line block
     int line_blocks;  // how many the item has
     __device__ __forceinline__ item_t(const pixels_on_m_params& p, int index) {
@@ -98,8 +98,8 @@ struct item_t {
     }
 };
 
-/* Where a slot's row of a channel has the 16 bytes of some positions. Of those that lanes of a warp read at a time, four
- * channels of 32 bytes or eight of 16, all lie in different banks.
+/* Where a slot has byte `bytes` of the positions of a channel: each channel has its pieces of 16 or 32 bytes in another order.
+ * A warp reads 32 bytes of each of four channels at a time, or 16 of each of eight, and all of them from different banks.
  */
 __device__ __forceinline__ int swapped(int bytes, int channel) {
     return bytes ^ (kItem == 4 ? channel % 4 * 32 : channel % 8 * 16);
@@ -130,7 +130,7 @@ __device__ __forceinline__ void produce_weights(const pixels_on_m_params& p) {
     });
 }
 
-/* Begins to copy the inputs of all items: pieces of positions that stay the thread's, channel by channel. */
+/* Begins to copy the inputs of all items. A thread copies one piece of each position block, of every kAtOnce-th channel. */
 __device__ __forceinline__ void produce_inputs(const pixels_on_m_params& p) {
     constexpr int kPieces = kBlockPositions / PIECE, kAtOnce = kLoaders / kPieces;  // of a channel; channels
     static_assert(kLoaders % kPieces == 0, "threads have whole channels");
@@ -146,9 +146,10 @@ __device__ __forceinline__ void produce_inputs(const pixels_on_m_params& p) {
             const int image = WINDOWED ? item.image : divided(position, p.of_pixels);
             inside[row] = own < p.item_positions && 0 <= position && position < (WINDOWED ? pixels : p.positions);
             source[row] = p.input;
-            // Channel 0 of the piece lies at image * in_channels * pixels + pixel. Unless WINDOWED, position is image * pixels + pixel.
-            const int channels = WINDOWED ? p.in_channels : p.in_channels - 1;
-            if (inside[row]) source[row] += static_cast<long long>(image) * channels * pixels + position;
+            // Channel 0 of a pixel is at image * in_channels * pixels + pixel. `position` is that pixel if WINDOWED; otherwise
+            // it is image * pixels + pixel, and in_channels - 1 times image * pixels are missing.
+            const int missing = WINDOWED ? p.in_channels : p.in_channels - 1;
+            if (inside[row]) source[row] += static_cast<long long>(image) * missing * pixels + position;
         }
         const int chunks = p.held ? p.chunks : item.line_blocks * p.chunks;
         int chunk = 0;
@@ -217,9 +218,9 @@ template <bool PAIRED> __device__ __forceinline__ void load_inputs(inputs_t& wor
     }
 }
 
-/* The sums of a line block, for a warp's 16 positions of every 128. The item's first chunk is in slot `slots`. Both rings move on by
- * all chunks. If `frees`, producers may then fill the slots again. PEELED chunks are multiplied before the loop, and meanwhile(i) is
- * called while the products of the i-th run.
+/* The sums of a line block, for a warp's 16 positions of every 128. `slots` and `stages` move on by one for each chunk. If
+ * `frees`, producers may fill the slots again. PEELED chunks are multiplied before the loop, and meanwhile(i) is called while
+ * the products of the i-th of them run.
  */
 template <bool PAIRED, int PEELED, typename MEANWHILE>
 __device__ __forceinline__ void multiply(
@@ -229,8 +230,8 @@ __device__ __forceinline__ void multiply(
     constexpr int kHalves = 2 / POSITION_BLOCKS;  // chunks of an iteration, after which the same words are in turn
     static_assert((CHUNK_CLASS - PEELED) % kHalves == 0, "iterations have all of their chunks");
     const bool speaker = threadIdx.x % 32 == 0;   // arrives at barriers for its warp
-    int last_stage = 0;                           // running products may still read it
-    inputs_t words[2];
+    int last_stage = 0;                           // the stage before, which running products may still read
+    inputs_t words[2];                            // running products read one while the other is loaded
     const auto step = [&](auto half, int chunk, const auto& along) {
         barrier_wait(barriers_of_slot(p, slots.stage).full, slots.parity);
         const unsigned char* stage = stage_of(p, stages.stage);

@@ -7,7 +7,7 @@ The kernel multiplies inputs by weights, and adds up the products that belong to
     line            a tap of an output channel: a column of the product
     line block      at most 256 lines, which one product computes: all taps of some output channels
     set             the line blocks of an item: all that there are, or a share
-    item            positions of some images, or of a window of one row, times a set: a thread block takes one by one
+    item            positions of some images, or of a window of one row, times a set: a thread block takes one at a time
     chunk           128 bytes of a pixel's channels, which come to shared memory together
     fold            the columns of some output channels, which lie in shared memory at once while threads add them up
     cell            the outputs of one stride, height x width: a thread gathers a cell, or a part of its rows, at a time
@@ -76,7 +76,8 @@ class Tile(PositionRows):
     compiled: Pair = (1, 1)
 
     def of_items(self, images: int, window: int, sets: int) -> Tile:
-        """This tile with other items of as many position blocks; the cached :attr:`fold_outs` is copied, too."""
+        """This tile with other items of as many position blocks, which have the same :attr:`fold_outs`."""
+        # fold_outs is no field but a cached property: `changed` stores its value, so that it is not computed again.
         return changed(self, images=images, window=window, sets=sets, fold_outs=self.fold_outs)
 
     @property
@@ -155,7 +156,7 @@ class Tile(PositionRows):
         block_outs, unit = self.lines // self.problem.taps, math.lcm(8, self.problem.taps) // self.problem.taps
         wanted = max(_FOLD_LINES // self.problem.taps, CONSUMERS // self._group_threads, unit)
         possible = [outs for outs in range(unit, block_outs + 1, unit) if block_outs % outs == 0]
-        # Only if there are several line blocks may inputs be held: then folds may take what these leave.
+        # Inputs are held only if there are several line blocks. Folds may then take what held inputs leave.
         most = max(_OWN_BYTES, min(_MOST_OWN_BYTES, self.left_bytes)) if self.line_blocks > 1 else _OWN_BYTES
         fitting = [outs for outs in possible if 2 * self._fold_bytes(outs) <= most] or possible[:1]
         return min((outs for outs in fitting if outs >= wanted), default=fitting[-1])
@@ -219,9 +220,9 @@ class Tile(PositionRows):
 def tile_of(problem: Problem, itemsize: int, multiprocessors: int = REFERENCE.multiprocessors) -> Tile | None:
     """The tile for a problem in NCHW: a pure function of it. None where the kernel is not for it.
 
-    The example of the module has 36 candidates: lines and images, without sets. The search takes them by their bounds:
-    14,229 cycles for 128 lines and 4 images, then 14,595, 14,878, and 14,880 for 144 lines and 2 images. These take
-    15,244 cycles in four sets, which is the best. The search ends at the ninth bound, 15,336.
+    The example of the module has 36 candidates: lines and images, without sets. The search goes up their bounds:
+    14,229 cycles for 128 lines and 4 images, then 14,595, 14,878, and 14,880 for 144 lines and 2 images. This candidate
+    takes 15,244 cycles in four sets, less than all before and after it. The search ends at the ninth bound, 15,336.
     """
     candidates = [*_one_set_tiles(problem, itemsize, multiprocessors)]
     best, found = (math.inf, len(candidates)), None
