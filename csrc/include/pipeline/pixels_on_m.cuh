@@ -1,19 +1,19 @@
-/* Products whose rows are positions and whose columns are lines, for sm90/gemm_depth_to_space.cu and sm90/gemm_fold_pixels.cu.
+/* Products of positions (rows) and lines (columns), for sm90/gemm_depth_to_space.cu and sm90/gemm_fold_pixels.cu.
  *
  *   columns [(image, ih, iw), (co, kh, kw)] = sum over ci of input [ci, (image, ih, iw)] weight [ci, (co, kh, kw)]
  *
  * An item is up to POSITION_BLOCKS * 128 positions times some line blocks, each of LINES lines. Each of two warpgroups
- * multiplies 64 of every 128 positions. kLoaders threads copy inputs to slots, and one thread copies weights to stages: a slot
- * or a stage has a chunk, 128 bytes of channels. If an item has several line blocks, and slots for all of its chunks, inputs
- * are held: they are copied once, and read for every line block. Otherwise they are copied anew for each line block.
+ * multiplies 64 of every 128 positions. kLoaders threads copy inputs to slots, and one thread copies weights to stages:
+ * a slot or a stage has a chunk, 128 bytes of channels. If an item has several line blocks, and slots for all of its
+ * chunks, inputs are held: they are copied once, and read for every line block. Otherwise each line block has a copy.
  *
- * A warp loads the inputs of its 16 positions from slots into registers, and rounds float32 to TF32 there. Tensor cores read
- * weights from stages. Those of 16 bits lie as in memory, [ci][line] (ptx/wgmma.cuh). Those of TF32 must be K-major: they are
- * PACKED by weights/pack.cu.
+ * A warp loads the inputs of its 16 positions from slots into registers, and rounds float32 to TF32 there. Tensor cores
+ * read weights from stages. Those of 16 bits keep their order, [ci][line] (ptx/wgmma.cuh). Those of TF32 must be
+ * K-major: they are PACKED by weights/pack.cu.
  *
  * Macros: ELEMENT_T, KERNEL_H, KERNEL_W; LINES (a multiple of 16 up to 256, all taps of some output channels);
- *   PACKED (1 for float32, 0 for 16 bits); WHOLE_CHANNELS (1 if all chunks are full); PIECE (inputs that are copied together);
- *   POSITION_BLOCKS (1 or 2); OWN_BYTES (shared memory of the kernel's own, a multiple of 16);
+ *   PACKED (1 for float32, 0 for 16 bits); WHOLE_CHANNELS (1 if all chunks are full); POSITION_BLOCKS (1 or 2);
+ *   PIECE (inputs that are copied together); OWN_BYTES (shared memory of the kernel's own, a multiple of 16);
  *   WINDOWED (1 if items are windows of images of one row; 0 if they are whole images, or go across images);
  *   CHUNK_CLASS (1 for one chunk, 2 for an even number, 3 for three, five, ...; 1 for all if POSITION_BLOCKS is 2).
  */
@@ -56,7 +56,7 @@ struct pixels_on_m_params {
     int set_line_blocks;  // line blocks of a set; the last set may have fewer
     int held;             // 1 if an item's inputs stay in their slots for all of its line blocks
     int slots, stages;    // buffers of the two rings
-    int first_stage, first_own, first_barrier;  // bytes of shared memory before the first stage, OWN_BYTES, the barriers
+    int first_stage, first_own, first_barrier;  // bytes of shared memory before stages, OWN_BYTES and barriers
 };
 
 constexpr int kItem = sizeof(ELEMENT_T), kTaps = KERNEL_H * KERNEL_W;
@@ -84,10 +84,10 @@ __device__ __forceinline__ barriers_t& barriers_of_stage(const pixels_on_m_param
     return barriers_of_slot(p, p.slots + stage);
 }
 
-/* Where an item begins. Its number is place * sets + set; a place is a window, or the images or positions of an item. */
+/* Where an item begins. Its index is place * sets + set: its place is a window, or some images, or some positions. */
 struct item_t {
     int image;        // WINDOWED: the window's. Otherwise the first image, or 0 if items go across images
-    int position;     // the first position: WINDOWED in that image, or before it in the left halo; otherwise of all images
+    int position;     // WINDOWED: the first one in that image, or before it. Otherwise the first one in all images
     int line_block;   // the first line block
     int line_blocks;  // how many the item has
     __device__ __forceinline__ item_t(const pixels_on_m_params& p, int index) {
@@ -98,8 +98,8 @@ struct item_t {
     }
 };
 
-/* Where a slot has byte `bytes` of the positions of a channel: each channel has its pieces of 16 or 32 bytes in another order.
- * A warp reads 32 bytes of each of four channels at a time, or 16 of each of eight, and all of them from different banks.
+/* Where a slot has byte `bytes` of the positions of a channel. The order of pieces depends on the channel: a warp reads
+ * 32 bytes of each of four channels at a time, or 16 of each of eight, and all of them lie in different banks.
  */
 __device__ __forceinline__ int swapped(int bytes, int channel) {
     return bytes ^ (kItem == 4 ? channel % 4 * 32 : channel % 8 * 16);
@@ -130,7 +130,7 @@ __device__ __forceinline__ void produce_weights(const pixels_on_m_params& p) {
     });
 }
 
-/* Begins to copy the inputs of all items. A thread copies one piece of each position block, of every kAtOnce-th channel. */
+/* Begins to copy the inputs of all items. A thread has one piece of a position block, and every kAtOnce-th channel. */
 __device__ __forceinline__ void produce_inputs(const pixels_on_m_params& p) {
     constexpr int kPieces = kBlockPositions / PIECE, kAtOnce = kLoaders / kPieces;  // of a channel; channels
     static_assert(kLoaders % kPieces == 0, "threads have whole channels");
@@ -146,8 +146,8 @@ __device__ __forceinline__ void produce_inputs(const pixels_on_m_params& p) {
             const int image = WINDOWED ? item.image : divided(position, p.of_pixels);
             inside[row] = own < p.item_positions && 0 <= position && position < (WINDOWED ? pixels : p.positions);
             source[row] = p.input;
-            // Channel 0 of a pixel is at image * in_channels * pixels + pixel. `position` is that pixel if WINDOWED; otherwise
-            // it is image * pixels + pixel, and in_channels - 1 times image * pixels are missing.
+            // Channel 0 of a pixel is at image * in_channels * pixels + pixel. If WINDOWED, `position` is the pixel;
+            // otherwise it is image * pixels + pixel, and in_channels - 1 times image * pixels are missing.
             const int missing = WINDOWED ? p.in_channels : p.in_channels - 1;
             if (inside[row]) source[row] += static_cast<long long>(image) * missing * pixels + position;
         }
@@ -179,8 +179,8 @@ __device__ __forceinline__ void produce_inputs(const pixels_on_m_params& p) {
     wait_for_copies();
 }
 
-/* The words of a slot that wgmma_rows asks of a lane, for each product: of 16 positions from 16 * `group` on. Rows g and g + 8
- * of them are positions 2g and 2g + 1 where they are PAIRED, else g and g + 8.
+/* The words of a slot that wgmma_rows asks of a lane, for each product: of 16 positions from 16 * `group` on. Rows g and
+ * g + 8 of a product are positions 2g and 2g + 1 if they are PAIRED, else g and g + 8.
  */
 struct inputs_t { unsigned of[kSteps][4]; };
 template <bool PAIRED> __device__ __forceinline__ void load_inputs(inputs_t& words, const unsigned char* slot, int group) {
@@ -218,9 +218,9 @@ template <bool PAIRED> __device__ __forceinline__ void load_inputs(inputs_t& wor
     }
 }
 
-/* The sums of a line block, for a warp's 16 positions of every 128. `slots` and `stages` move on by one for each chunk. If
- * `frees`, producers may fill the slots again. PEELED chunks are multiplied before the loop, and meanwhile(i) is called while
- * the products of the i-th of them run.
+/* The sums of a line block, for a warp's 16 positions of every 128. `slots` and `stages` move on by one for each chunk.
+ * If `frees`, producers may fill the slots again. PEELED chunks are multiplied before the loop, and meanwhile(i) is
+ * called while the products of the i-th of them run.
  */
 template <bool PAIRED, int PEELED, typename MEANWHILE>
 __device__ __forceinline__ void multiply(
@@ -279,8 +279,8 @@ __device__ __forceinline__ float* biases_of(const pixels_on_m_params& p, int war
     return reinterpret_cast<float*>(shared + p.first_own + OWN_BYTES) + warp * kBlockOuts;
 }
 
-/* Biases of a line block, from output channel `first` on. Each lane loads some, which come while products run, and then shares
- * them with its warp.
+/* Biases of a line block, from output channel `first` on. Each lane loads some, which come while products run, and then
+ * shares them with its warp.
  */
 struct biases_t {
     static constexpr int kOwn = ceil_div(kBlockOuts, 32);
@@ -306,8 +306,8 @@ struct biases_t {
     }
 };
 
-/* Runs producers and consumers, with so many registers of a thread that multiplies or does not; all begin with 168. `consume`
- * gets the number of a consumer warp.
+/* Runs producers and consumers, whose threads have so many registers; all begin with 168. `consume` gets the number of
+ * a consumer warp.
  */
 template <int CONSUMER_REGISTERS, int PRODUCER_REGISTERS, typename CONSUME>
 __device__ __forceinline__ void run(const pixels_on_m_params& p, const CONSUME& consume) {
