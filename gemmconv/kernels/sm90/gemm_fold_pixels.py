@@ -15,8 +15,8 @@ The kernel multiplies inputs by weights, and adds up the products that belong to
 
 An example is 64 images of 8 x 8, 64 to 32 channels, kernel 4, stride 2, padding 1, in TF32. There are 32 * 16 = 512
 lines. A line block has 144 of them, those of 9 output channels, so there are four line blocks, each a set of its own.
-An item has two images, 128 positions, so there are 32 * 4 = 128 items for the 132 multiprocessors of an H200. Channels
-come in two chunks. A fold has 3 output channels, 48 lines of 128 positions, so a line block takes three folds.
+An item has two images, 128 positions, so there are 32 * 4 = 128 items, four fewer than an H200 has multiprocessors.
+Channels come in two chunks. A fold has 3 output channels, 48 lines of 128 positions, so a line block takes three folds.
 
 It is for 16-bit types and TF32, NCHW and one group, where
 
