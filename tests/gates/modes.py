@@ -19,10 +19,13 @@ from tests.gates.choices import PASSES, configs_of, loads_of
 
 # Branches that are there for what suites do not have, and what that is.
 FALLBACKS = {
+    "geometry/depth.cuh: defined KERNEL_D": "volumes",
     "numeric/index.cuh: defined INDEX_64": "tensors of 2**31 elements and more",
+    "ptx/mma.cuh: not __CUDA_ARCH__ >= 860": "GPUs of compute capability 8.0",
     "ptx/mma.cuh: not __CUDA_ARCH__ >= 900": "GPUs before Hopper",
     "sm90/gemm_fold_narrow.cu: !BOXED": "rows of images that no tensor map describes",
     "sm90/gemm_fold_narrow.cu: not BOXED": "rows of images that no tensor map describes",
+    "sm90/gemm_fold_narrow.cu: not CHANNELS_LAST": "rows of images that no tensor map describes",
 }
 
 _SOURCES = sources.directory()
