@@ -104,11 +104,6 @@ class DeviceSpec:
         """Ratio of the bytes that memory moves per cycle of a multiprocessor to those of the reference."""
         return self.ratio("bandwidth") / self.ratio("cycles")
 
-    @property
-    def slowest_ratio(self) -> float:
-        """The smaller ratio of arithmetic and memory, for estimates that do not separate the two."""
-        return min(self.ratio("fp32"), self.ratio("bandwidth"))
-
 
 def _row(
     name: str, capability: Capability, multiprocessors: int, clock: float, bandwidth: float, l2: int

@@ -166,7 +166,8 @@ def test_sums_and_words_fit_registers_and_blocks_a_grid(tile):
 def test_the_l2_cache_fetches_less_where_much_is_on_its_way(channels, fetched):
     """132 blocks that go along ten rows of 64 channels wait for 22 MB, of 32 for 11 MB."""
     problem = replace(WIDE, in_channels=channels, out_channels=channels)
-    assert gemm_fold_rows.tile_of(problem, "forward", 4).fetched == fetched
+    best = min(gemm_fold_rows.tiles_of(problem, "forward", 4), key=lambda tile: tile.cycles)
+    assert best.fetched == fetched
 
 
 @each_tile

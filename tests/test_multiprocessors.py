@@ -130,7 +130,8 @@ def test_what_a_tile_is_for_is_part_of_it():
     assert tiles[1].spec is spec
     assert tiles[0].cycles < tiles[1].cycles
     tile = direct_forward.tile_of(grouped, torch.float16, False)
-    cycles = [direct_forward.cycles_of(grouped, torch.float16, False, tile, one) for one in (REFERENCE, spec)]
+    layers = [direct_forward._Layer(grouped, torch.float16, False, one) for one in (REFERENCE, spec)]
+    cycles = [layer.cycles(tile) for layer in layers]
     assert cycles[0] < cycles[1]
 
 

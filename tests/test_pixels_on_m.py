@@ -1,7 +1,5 @@
 """Tiles of sm90/gemm_fold_pixels.cu and gemm_depth_to_space.cu leave out nothing, and keep promises of addresses."""
 
-from dataclasses import replace
-
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
@@ -124,24 +122,15 @@ def test_warps_write_columns_to_different_banks(tile):
         assert len(banks) == 32
 
 
-@each_fold
-def test_a_copy_is_as_a_fresh_tile_and_the_bound_of_its_cycles_holds(tile):
-    fresh, names = replace(tile), ("fold_outs", "fold_turns", "held", "ring_sizes", "shared_bytes", "cycles")
-    assert [getattr(tile, name) for name in names] == [getattr(fresh, name) for name in names]
-    assert tile.least_cycles <= tile.cycles * (1 + 1e-9)
-
-
-def test_search_goes_as_the_module_says():
+def test_the_example_of_the_module_has_these_tiles():
     example = Problem(64, 64, 32, 1, (8, 8), (4, 4), (2, 2), (1, 1))
-    tile, candidates = gemm_fold_pixels.tile_of(example, 4), [*gemm_fold_pixels._one_set_tiles(example, 4, 132)]
-    bounds = sorted((candidate.least_cycles, candidate.lines, candidate.images) for candidate in candidates)
-    assert len(candidates) == 36
-    assert [round(cycles) for cycles, _, _ in bounds[:4]] == [14_229, 14_595, 14_878, 14_880]
-    assert (bounds[0][1:], bounds[3][1:]) == ((128, 4), (144, 2))
-    assert (tile.lines, tile.images, tile.sets, round(tile.cycles)) == (144, 2, 4, 15_244)
-    assert bounds[7][0] < tile.cycles < bounds[8][0]
-    assert round(bounds[8][0]) == 15_336
-    assert (tile.items, tile.chunks, tile.fold_outs, tile.fold_pitch, tile.fold_turns) == (128, 2, 3, 132, 1)
+    tiles = sorted(gemm_fold_pixels.tiles_of(example, 4, 132), key=lambda tile: tile.cycles)
+    best, second, *_, last = tiles
+    assert len(tiles) == 130
+    assert (best.images, best.lines, best.sets, round(best.cycles)) == (2, 144, 4, 15_244)
+    assert (second.lines, second.sets, round(second.cycles)) == (128, 4, 15_359)
+    assert (last.items, last.sets, round(last.cycles)) == (16, 1, 48_421)
+    assert (best.items, best.chunks, best.fold_outs, best.fold_pitch, best.fold_turns) == (128, 2, 3, 132, 1)
 
 
 def test_signal_of_fewer_cells_than_a_window_has_smaller_windows():

@@ -207,8 +207,7 @@ def _fastest(
         best = min(choices(config, direction, kernels), key=lambda choice: choice.seconds, default=None)
         return None if best is None else (kernels.index(best.kernel), best.tile, best.seconds)
 
-    on_disk = of_class or any(kernel.searched for kernel in kernels)
-    on_disk = on_disk and config.device.type == "cuda" and lacks is None
+    on_disk = config.device.type == "cuda" and lacks is None
     found = cached(key, search, of_class) if on_disk else search()
     return None if found is None else Choice(kernels[found[0]], *found[1:])
 

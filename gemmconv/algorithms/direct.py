@@ -13,8 +13,6 @@ from gemmconv.kernels.direct import forward, forward_mma, grads_mma, input_grad,
 
 
 class Direct(Algorithm):
-    """See the module."""
-
     name = "direct"
     summary = "one gather kernel, no workspace, specialised for the layer"
     kernels = (

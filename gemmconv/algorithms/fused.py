@@ -23,8 +23,6 @@ from gemmconv.kernels.sm90 import (
 
 
 class Fused(Algorithm):
-    """See the module."""
-
     name = "fused"
     summary = "product and col2im in one kernel, on tensor cores or a CPU; no columns"
     kernels = (

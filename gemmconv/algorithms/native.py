@@ -23,8 +23,6 @@ from gemmconv.kernels.measured import roofline, torchs_seconds
 
 
 class Native(AlgorithmOfOne):
-    """See the module."""
-
     name = "native"
     summary = "torch's own operator: cuDNN on CUDA, oneDNN on the CPU"
 

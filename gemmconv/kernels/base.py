@@ -111,7 +111,6 @@ class Kernel(ABC):
         serves: the layers that it is for, as a clause after "it is for".
         computed_in: the required memory format; tensors in the other are transposed first. None if it takes either, or
             refuses one.
-        searched: whether tiles are kept on disk, in the search cache: where a search takes longer than reading a file.
     """
 
     name: ClassVar[str]
@@ -121,7 +120,6 @@ class Kernel(ABC):
     dtypes: ClassVar[tuple[torch.dtype, ...]] = tuple(ELEMENT_TYPES)
     serves: ClassVar[str]
     computed_in: ClassVar[torch.memory_format | None] = None
-    searched: ClassVar[bool] = True
 
     @abstractmethod
     def tiles(self, config: Config, direction: Pass) -> Iterable[Any]:
@@ -153,7 +151,7 @@ class Kernel(ABC):
 
     def tile(self, config: Config, direction: Pass) -> Any | None:
         """The tile with the least estimate: a pure function of the arguments. None if the kernel declines the layer."""
-        return min(self.tiles(config, direction), key=lambda tile: self.seconds(config, direction, tile), default=None)
+        return _best_tile(self, config, direction)
 
     def fitted(self, config: Config, direction: Pass, tile: Any) -> Any | None:
         """Reuse the kernel compiled for ``tile`` at another size: the tile for ``config``'s batch, height and width.
@@ -195,6 +193,12 @@ class Kernel(ABC):
     def why_not_sizes(self, config: Config, direction: Pass) -> str | None:
         """The part of :meth:`why_not` that depends on the layer's sizes."""
         return None if self.tile(config, direction) is not None else f"it is for {self.serves}"
+
+
+@functools.lru_cache(maxsize=1024)
+def _best_tile(kernel: Kernel, config: Config, direction: Pass) -> Any | None:
+    tiles = kernel.tiles(config, direction)
+    return min(tiles, key=lambda tile: kernel.seconds(config, direction, tile), default=None)
 
 
 class Choice(NamedTuple):

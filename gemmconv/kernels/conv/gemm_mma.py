@@ -317,8 +317,6 @@ def _common_macros(work: Work) -> Macros:
 
 
 class GemmMma(Kernel):
-    """See the module."""
-
     name = "conv/gemm_mma"
     directions = ("forward", "input_grad")
     dtypes = TENSOR_CORE_TYPES

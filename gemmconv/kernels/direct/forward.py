@@ -15,7 +15,7 @@ from gemmconv.device import REFERENCE, REGISTERS, DeviceSpec
 from gemmconv.geometry import Problem
 from gemmconv.kernels.base import Config, Kernel, Pass, accumulator_dtype
 from gemmconv.kernels.costs import costs_of
-from gemmconv.kernels.direct.menu import kept, menu_of, samples
+from gemmconv.kernels.direct.menu import menu_of, samples
 from gemmconv.kernels.integers import INT32_MAX, even_share, power_of_two
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros, named_macros
 from gemmconv.kernels.phases import cells_of, reach_of
@@ -89,7 +89,7 @@ def tile_of(problem: Problem, dtype: torch.dtype, channels_last: bool, spec: Dev
     return min(menu, key=lambda one: layer.cycles(*one), default=(None,))[0]
 
 
-@kept
+@functools.lru_cache(maxsize=1024)
 def _menu(
     problems: tuple[Problem, ...], dtype: torch.dtype, channels_last: bool, spec: DeviceSpec
 ) -> list[tuple[Tile, _Cost]]:
@@ -101,14 +101,6 @@ def _menu(
     costs = [layers[0].cost(tile) for tile in tiles]
     seconds = [[*map(layer.cycles, tiles, costs)] for layer in layers]
     return menu_of([*zip(tiles, costs, strict=True)], seconds, _MOST)
-
-
-@functools.lru_cache(maxsize=1024)
-def cycles_of(
-    problem: Problem, dtype: torch.dtype, channels_last: bool, tile: Tile, spec: DeviceSpec = REFERENCE
-) -> float:
-    """Cached :meth:`_Layer.cycles`."""
-    return _Layer(problem, dtype, channels_last, spec).cycles(tile)
 
 
 def longest_sum(problem: Problem) -> int:
@@ -137,7 +129,6 @@ class _Layer:
         parts = -(-longest_sum(problem) // _LONGEST_SUM) if dtype == torch.float32 else 1
         self.least_split = min(_MOST_SPLIT, power_of_two(parts), 1 << (self.channels_in.bit_length() - 1))
         self.bytes_ratio = spec.bytes_ratio
-        self.costs_of_threads: dict[tuple[int, int, int], tuple[float, float, int]] = {}
         reached = ([phase for phase in problem.phases(axis) if phase.taps] for axis in (0, 1))
         self.tap_phases_h, self.tap_phases_w = map(len, reached)
 
@@ -245,26 +236,12 @@ class _Layer:
         """The tile of a shape with as many input channels at a time as fit, at most 16; None if not even one fits."""
         lanes_w, cells, rows, phases, planes, channels_out, split = shape
         channels_in = min(self.channels_in, 16)
-        tile = object.__new__(Tile)  # several times as fast as the constructor of a frozen dataclass
-        tile.__dict__.update(
-            depthwise=False,
-            lanes_w=lanes_w,
-            cells=cells,
-            rows=rows,
-            phases=phases,
-            planes=planes,
-            channels_in=channels_in,
-            channels_out=channels_out,
-            split=split,
-        )
-        if self._other_bytes(tile) > SHARED_BYTES:
-            return None
-        while self._staged_bytes(*self.staged_elements(tile)) > SHARED_BYTES:
+        while channels_in > 0:
+            tile = Tile(False, lanes_w, cells, rows, phases, planes, channels_in, channels_out, split)
+            if self.shared_bytes(tile) <= SHARED_BYTES:
+                return tile
             channels_in //= 2
-            if channels_in == 0:
-                return None
-            tile.__dict__["channels_in"] = channels_in
-        return tile
+        return None
 
     def registers(self, cells: int, channels_out: int) -> int:
         """Registers of a thread, about."""
@@ -331,10 +308,7 @@ class _Layer:
 
     def cost(self, tile: Tile) -> _Cost:
         """The cost of a block of a tile, which does not depend on the problem's sizes."""
-        key, threads = (tile.cells, tile.channels_out, tile.split), tile.threads
-        if key not in self.costs_of_threads:
-            self.costs_of_threads[key] = self.cost_of_thread(tile)
-        instructions, wavefronts, most_threads = self.costs_of_threads[key]
+        threads, (instructions, wavefronts, most_threads) = tile.threads, self.cost_of_thread(tile)
         stages = -(-self.tap_phases_h // tile.phases) * -(-self.channels_in // tile.channels_in)
         patch, weights = self.staged_elements(tile)
         staged = stages * _COST.staged_instructions * patch / threads
@@ -468,7 +442,6 @@ class DirectKernel(Kernel):
     """The base class of the kernels of ``direct``: the layers that they serve."""
 
     serves = "layers of which a block's windows fit registers and shared memory"
-    searched = False  # of a menu
 
     def tiles(self, config: Config, direction: Pass) -> Iterable[Any]:
         return () if (tile := self.tile(config, direction)) is None else (tile,)
@@ -501,8 +474,6 @@ class DirectKernel(Kernel):
 
 
 class DirectForward(DirectKernel):
-    """See the module."""
-
     name = "direct/forward"
 
     def tile(self, config: Config, direction: Pass) -> Tile | None:
@@ -512,7 +483,7 @@ class DirectForward(DirectKernel):
         if tile.depthwise:
             rates = _COST.depthwise_rate, _COST.depthwise_memory_rate, _COST.depthwise_step_seconds
             return _COST.launch_seconds + sum(seconds_of_parts(config, *rates))
-        cycles = cycles_of(config.problem, config.dtype, config.channels_last, tile, config.spec)
+        cycles = _Layer(config.problem, config.dtype, config.channels_last, config.spec).cycles(tile)
         factor = _COST.channels_last_factor if config.channels_last else 1
         return _COST.launch_seconds + factor * cycles / clock_of(config)
 
@@ -558,7 +529,7 @@ def seconds_of_parts(
 
 def slowest_elsewhere(config: Config) -> float:
     """The ratio of a GPU's speed to Hopper's by which estimates that were fitted on Hopper are divided."""
-    return 1.0 if config.spec.is_hopper else config.spec.slowest_ratio
+    return 1.0 if config.spec.is_hopper else min(config.spec.ratio("fp32"), config.spec.ratio("bandwidth"))
 
 
 KERNEL = DirectForward()

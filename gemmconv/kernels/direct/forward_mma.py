@@ -19,7 +19,7 @@ from gemmconv.hashing import cached_property
 from gemmconv.kernels.base import Config, Pass
 from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.direct.forward import DirectKernel, clock_of
-from gemmconv.kernels.direct.menu import kept, menu_of, samples
+from gemmconv.kernels.direct.menu import menu_of, samples
 from gemmconv.kernels.integers import power_of_two
 from gemmconv.kernels.macros import ELEMENT_TYPES, TENSOR_CORE_TYPES, Macros, geometry_macros, named_macros, table
 from gemmconv.kernels.phases import cells_of, phase_shifts, reach_of
@@ -341,7 +341,7 @@ def tile_of(problem: Problem, itemsize: int, channels_last: bool, spec: DeviceSp
     return tile and replace(tile, problem=problem, staged=is_staged(problem, itemsize, channels_last))
 
 
-@kept
+@lru_cache(maxsize=1024)
 def _menu(problems: tuple[Problem, ...], itemsize: int, channels_last: bool, spec: DeviceSpec) -> list[Tile]:
     """The few tiles that a layer takes, by how they do at samples of its sizes, which have the same tiles."""
     tiles = [*tiles_of(problems[0], itemsize, channels_last, spec)]
@@ -489,8 +489,6 @@ def blocks_at_once(tile: Tile) -> int:
 
 
 class DirectForwardMma(DirectKernel):
-    """See the module."""
-
     name = "direct/forward_mma"
     dtypes = TENSOR_CORE_TYPES
     serves = "layers of more than one channel whose weights fit shared memory, in 16-bit types or TF32"

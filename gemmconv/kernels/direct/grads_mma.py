@@ -15,7 +15,7 @@ from gemmconv.hashing import cached_property
 from gemmconv.kernels.base import DEFAULT_WORKSPACE_LIMIT, Config, Pass
 from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.direct.forward import DirectKernel, slowest_elsewhere
-from gemmconv.kernels.direct.menu import kept, menu_of, samples
+from gemmconv.kernels.direct.menu import menu_of, samples
 from gemmconv.kernels.direct.patch import Patch, problem_macros
 from gemmconv.kernels.integers import even_share, power_of_two, power_of_two_within, up_to_multiple
 from gemmconv.kernels.layout.transpose import gradients_transpose_seconds
@@ -166,7 +166,7 @@ def tile_of(problem: Problem, itemsize: int, multiprocessors: int = REFERENCE.mu
     return min(fitting, key=lambda tile: tile.seconds(DEFAULT_WORKSPACE_LIMIT), default=None)
 
 
-@kept
+@lru_cache(maxsize=1024)
 def _menu(problems: tuple[Problem, ...], itemsize: int, multiprocessors: int) -> list[Tile]:
     """The few tiles that a layer takes, by how they do at samples of its sizes, which have the same tiles."""
     tiles = tiles_of(problems[0], itemsize, multiprocessors)
@@ -198,8 +198,6 @@ def grads_macros(tile: Tile, dtype: torch.dtype) -> Macros:
 
 
 class DirectGradsMma(DirectKernel):
-    """See the module."""
-
     name = "direct/grads_mma"
     directions = ("grads",)
     dtypes = TENSOR_CORE_TYPES

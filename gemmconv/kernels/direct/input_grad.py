@@ -183,8 +183,6 @@ def input_grad_macros(tile: InputGradTile, dtype: torch.dtype) -> Macros:
 
 
 class DirectInputGrad(DirectKernel):
-    """See the module."""
-
     name = "direct/input_grad"
     directions = ("input_grad",)
     computed_in = torch.contiguous_format

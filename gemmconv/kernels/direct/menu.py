@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from gemmconv.geometry import Problem
 from gemmconv.kernels.integers import up_to_multiple
-from gemmconv.kernels.search_cache import cached
 
 T = TypeVar("T")
-Search = TypeVar("Search", bound=Callable[..., Any])
 
 SHORT = 16  # inputs: each shorter length of an axis has a menu of its own
 # Batch, height and width of the problems that menus are made for.
@@ -31,33 +28,14 @@ def samples(problem: Problem, pixels: int = 1) -> tuple[Problem, ...]:
     >>> {one.input_size for one in samples(Problem(3, 8, 8, 1, (4, 5), (3, 3)), 8)}
     {(4, 5)}
     """
-    height, width = problem.input_size
-    layer = replace(problem, batch=1, input_size=(min(height, SHORT), min(width, SHORT)))
-    return _samples(layer, pixels, width % pixels)
-
-
-@lru_cache(maxsize=1024)
-def _samples(layer: Problem, pixels: int, beyond: int) -> tuple[Problem, ...]:
-    """The cached part of :func:`samples`: long axes of ``layer`` are clipped to ``SHORT`` first."""
-    height, width = layer.input_size
-    short_h, short_w = height < SHORT, width < SHORT
-    problems: dict[Problem, None] = {}
+    (height, width), problems = problem.input_size, dict[Problem, None]()
+    short_h, short_w, beyond = height < SHORT, width < SHORT, width % pixels
     for batch, rows, columns in _SIZES:
         area = rows * columns
         rows, columns = area if short_w else rows, up_to_multiple(area if short_h else columns, pixels) + beyond
         size = height if short_h else rows, width if short_w else columns
-        problems[replace(layer, batch=batch * (SHORT if short_h and short_w else 1), input_size=size)] = None
+        problems[replace(problem, batch=batch * (SHORT if short_h and short_w else 1), input_size=size)] = None
     return tuple(problems)
-
-
-def kept(search: Search) -> Search:
-    """A search for a menu whose results are kept by its arguments: in memory, and on disk by :mod:`search_cache`."""
-
-    @lru_cache(maxsize=1024)
-    def found(*arguments: Any) -> Any:
-        return cached(lambda: (search.__module__, *arguments), lambda: search(*arguments))
-
-    return found  # type: ignore[return-value]
 
 
 def menu_of(tiles: Sequence[T], seconds: Sequence[Sequence[float]], most: int) -> list[T]:

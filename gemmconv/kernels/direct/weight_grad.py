@@ -259,8 +259,6 @@ def _share(extent: int, most: int) -> int:
 
 
 class DirectWeightGrad(DirectKernel):
-    """See the module."""
-
     name = "direct/weight_grad"
     directions = ("weight_grad", "grads")
     computed_in = torch.contiguous_format

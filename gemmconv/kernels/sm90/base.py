@@ -57,24 +57,13 @@ class Sm90Kernel(Kernel):
 
 
 class OneFormatForward(Sm90Kernel):
-    """A forward kernel of one format.
+    """A forward kernel of one format; ``tiles_of`` gives tiles for a problem, an itemsize and multiprocessors."""
 
-    Args:
-        tile_of, tiles_of: its tile, and all that it may take, for a problem, bytes of an element and multiprocessors.
-    """
-
-    def __init__(
-        self,
-        tile_of: Callable[[Problem, int, int], Any],
-        tiles_of: Callable[[Problem, int, int], Iterable[Any]],
-    ) -> None:
-        self._tile_of, self._tiles_of = tile_of, tiles_of
+    def __init__(self, tiles_of: Callable[[Problem, int, int], Iterable[Any]]) -> None:
+        self._tiles_of = tiles_of
 
     def tiles(self, config: Config, direction: Pass) -> Iterable[Any]:
         return self._tiles_of(config.problem, config.dtype.itemsize, config.spec.multiprocessors)
-
-    def tile(self, config: Config, direction: Pass) -> Any | None:
-        return self._tile_of(config.problem, config.dtype.itemsize, config.spec.multiprocessors)
 
 
 def image_map(

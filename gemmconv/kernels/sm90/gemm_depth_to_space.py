@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from functools import lru_cache
 
 import torch
 
@@ -68,12 +67,6 @@ class Tile(PositionRows):
         return start + overlapped(_COST.overlap, computed, moved, self.items * copied / _COST.copied_a_cycle)
 
 
-@lru_cache(maxsize=1024)
-def tile_of(problem: Problem, itemsize: int, multiprocessors: int = REFERENCE.multiprocessors) -> Tile | None:
-    """The tile for a problem in NCHW: a pure function of it. None where the kernel is not for it."""
-    return min(tiles_of(problem, itemsize, multiprocessors), key=lambda tile: tile.cycles, default=None)
-
-
 def tiles_of(problem: Problem, itemsize: int, multiprocessors: int = REFERENCE.multiprocessors) -> Iterator[Tile]:
     """The tiles that a problem may have."""
     p = problem
@@ -101,8 +94,6 @@ def macros_of(tile: Tile, dtype: torch.dtype) -> Macros:
 
 
 class GemmDepthToSpace(OneFormatForward):
-    """See the module."""
-
     name = "sm90/gemm_depth_to_space"
     serves = "one group, kernel_size equal to stride, without padding or dilation, taps that divide 16"
     only_in = torch.contiguous_format
@@ -120,4 +111,4 @@ class GemmDepthToSpace(OneFormatForward):
         return pixels_on_m.program(config, "gemm_depth_to_space", tile, macros, config.problem.kernel_size[1])
 
 
-KERNEL = GemmDepthToSpace(tile_of, tiles_of)
+KERNEL = GemmDepthToSpace(tiles_of)

@@ -33,13 +33,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 import torch
 
 from gemmconv.device import REFERENCE
 from gemmconv.geometry import Pair, Problem
-from gemmconv.hashing import cached_property, changed
+from gemmconv.hashing import cached_property
 from gemmconv.kernels.base import Config, Pass
 from gemmconv.kernels.costs import costs_of, overlapped
 from gemmconv.kernels.integers import even_share, up_to_multiple
@@ -74,11 +73,6 @@ class Tile(PositionRows):
     images: int
     window: int
     compiled: Pair = (1, 1)
-
-    def of_items(self, images: int, window: int, sets: int) -> Tile:
-        """This tile with other items of as many position blocks, which have the same :attr:`fold_outs`."""
-        # fold_outs is no field but a cached property: `changed` stores its value, so that it is not computed again.
-        return changed(self, images=images, window=window, sets=sets, fold_outs=self.fold_outs)
 
     @property
     def position_blocks(self) -> int:
@@ -187,19 +181,11 @@ class Tile(PositionRows):
     @property
     def cycles(self) -> float:
         """Roughly the cycles that a call takes, its launches among them."""
-        reads = 1 if self.held else self.set_line_blocks
-        return self._call_cycles(self.items, -(-self.items // self.multiprocessors), self.set_line_blocks, reads)
-
-    @property
-    def least_cycles(self) -> float:
-        """A lower bound of :attr:`cycles` of tiles with the same lines and items, whatever their sets."""
-        return self._call_cycles(self.set_items, self.set_items / self.multiprocessors, self.line_blocks, 1)
-
-    def _call_cycles(self, items: int, rounds: float, line_blocks: int, reads: int) -> float:
-        """Cycles if a multiprocessor computes ``rounds`` items, and an item's inputs are copied ``reads`` times."""
-        computed = rounds * (_COST.item_cycles + line_blocks * self._line_block_cycles)
+        rounds = -(-self.items // self.multiprocessors)
+        computed = rounds * (_COST.item_cycles + self.set_line_blocks * self._line_block_cycles)
         moved = self.problem.image_bytes(self.itemsize) / _COST.bytes_a_cycle
-        chunk_bytes = items * (line_blocks * self.lines * CHUNK_BYTES + reads * self.slot_bytes)
+        reads = 1 if self.held else self.set_line_blocks  # how often the inputs of an item come to shared memory
+        chunk_bytes = self.items * (self.set_line_blocks * self.lines * CHUNK_BYTES + reads * self.slot_bytes)
         copied = self.chunks * chunk_bytes / _COST.copied_a_cycle
         start = _COST.start_cycles + _COST.packed_byte_cycles * self.packed_bytes
         return start + overlapped(_COST.overlap, computed, moved, copied)
@@ -216,57 +202,25 @@ class Tile(PositionRows):
         return self.chunks * (products + _COST.chunk_cycles) + folded + _COST.sector_cycles * outs * cells * sectors
 
 
-@lru_cache(maxsize=1024)
-def tile_of(problem: Problem, itemsize: int, multiprocessors: int = REFERENCE.multiprocessors) -> Tile | None:
-    """The tile for a problem in NCHW: a pure function of it. None where the kernel is not for it.
-
-    The example of the module has 36 candidates: lines and images, without sets. The search goes up their bounds:
-    14,229 cycles for 128 lines and 4 images, then 14,595, 14,878, and 14,880 for 144 lines and 2 images. This candidate
-    takes 15,244 cycles in four sets, less than all before and after it. The search ends at the ninth bound, 15,336.
-    """
-    candidates = [*_one_set_tiles(problem, itemsize, multiprocessors)]
-    best, found = (math.inf, len(candidates)), None
-    for bound, i in sorted((candidate.least_cycles, i) for i, candidate in enumerate(candidates)):
-        if bound > best[0]:  # so is every later bound
-            break
-        for tile in _in_sets(candidates[i]):
-            if (key := (tile.cycles, i)) < best:  # the first candidate wins if estimates are equal
-                best, found = key, tile
-    return found
-
-
 def tiles_of(problem: Problem, itemsize: int, multiprocessors: int = REFERENCE.multiprocessors) -> Iterator[Tile]:
-    """The tiles that a problem may have: those that fit registers and shared memory."""
-    for candidate in _one_set_tiles(problem, itemsize, multiprocessors):
-        yield from _in_sets(candidate)
+    """The tiles that a problem may have: those that fit registers and shared memory.
 
-
-def _in_sets(candidate: Tile) -> Iterator[Tile]:
-    """The possible tiles with the lines and items of one tile, and each number of sets."""
-    for sets in pixels_on_m.sets_of(candidate.problem, candidate.lines):
-        if (tile := candidate.of_items(candidate.images, candidate.window, sets)).possible:
-            yield tile
-
-
-def _one_set_tiles(problem: Problem, itemsize: int, multiprocessors: int) -> Iterator[Tile]:
-    """Tiles of one set: all choices of the lines of a line block, and of the positions of an item."""
-    p = problem
-    step = math.lcm(16, p.taps)
+    The example of the module has 130. The best by estimate, 15,244 cycles, has 2 images, 144 lines and 4 sets; the
+    next, 15,359 cycles, has 128 lines; the last, 48,421 cycles, has 16 items of all lines.
+    """
+    p, step = problem, math.lcm(16, problem.taps)
     if step > MOST_LINES or math.prod(cells_of(p)) > _MOST_CELLS * p.in_pixels or not can_be_folded(p):
         return
     if not pixels_on_m.serves(p, itemsize, multiprocessors):
         return
-    one_block = up_to_multiple(p.out_channels * p.taps, step)  # lines of a line block that has all output channels
-    menu = [lines for lines in range(step, min(one_block, _MOST_SUMS) + 1, step) if lines >= 64 or lines == one_block]
-    made: dict[Pair, Tile] = {}  # by position blocks and lines: copies share what was computed for the first such tile
+    all_lines = up_to_multiple(p.out_channels * p.taps, step)  # of a line block that has all output channels
     for images, window in _items_of(p):
-        position_blocks = -(-images * window // BLOCK_POSITIONS)
-        for lines in menu:
-            if lines * position_blocks > _MOST_SUMS:
-                break
-            if (key := (position_blocks, lines)) not in made:
-                made[key] = Tile(p, itemsize, lines, 1, multiprocessors, images, window)
-            yield made[key].of_items(images, window, 1)
+        most = min(all_lines, _MOST_SUMS // -(-images * window // BLOCK_POSITIONS))
+        for lines in range(step, most + 1, step):
+            if lines >= 64 or lines == all_lines:
+                for sets in pixels_on_m.sets_of(p, lines):
+                    if (tile := Tile(p, itemsize, lines, sets, multiprocessors, images, window)).possible:
+                        yield tile
 
 
 def _halo(problem: Problem) -> Pair:
@@ -302,8 +256,6 @@ def macros_of(tile: Tile, dtype: torch.dtype) -> Macros:
 
 
 class GemmFoldPixels(OneFormatForward):
-    """See the module."""
-
     name = "sm90/gemm_fold_pixels"
     serves = (
         "one group, taps whose least common multiple with 16 is at most 256, images of at most 256 inputs or signals"
@@ -343,4 +295,4 @@ class GemmFoldPixels(OneFormatForward):
         return pixels_on_m.program(config, "gemm_fold_pixels", tile, macros_of(tile, config.dtype))
 
 
-KERNEL = GemmFoldPixels(tile_of, tiles_of)
+KERNEL = GemmFoldPixels(tiles_of)

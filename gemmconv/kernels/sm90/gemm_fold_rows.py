@@ -4,7 +4,7 @@ It is for forward passes and the input gradients of stride 1, where rows of inpu
 phase has a tap, the stride across is at most four, taps across reach over at most eight inputs, and the weights of some
 output channels, of 32 or 64 in 16 bits, fit shared memory. In 16 bits taps across are at most six and groups have at
 most 256 input channels, a multiple of 16 if there are several; in TF32 a phase across has more than one tap.
-``tile_of`` gives None for others. Words are those of the kernel's header.
+``tiles_of`` gives none for others. Words are those of the kernel's header.
 """
 
 from __future__ import annotations
@@ -568,14 +568,6 @@ class TileTf32(RowTile):
 Tile = Tile16 | TileTf32
 
 
-@lru_cache(maxsize=1024)
-def tile_of(
-    problem: Problem, direction: Pass, itemsize: int, multiprocessors: int = REFERENCE.multiprocessors
-) -> Tile | None:
-    """The tile for a problem in NCHW: a pure function of it. None where the kernel is not for it."""
-    return min(tiles_of(problem, direction, itemsize, multiprocessors), key=lambda tile: tile.cycles, default=None)
-
-
 def tiles_of(
     problem: Problem, direction: Pass, itemsize: int, multiprocessors: int = REFERENCE.multiprocessors
 ) -> Iterator[Tile]:
@@ -615,8 +607,6 @@ def _tiles_of_tf32(problem: Problem, direction: Pass, multiprocessors: int) -> I
 
 
 class GemmFoldRows(Sm90Kernel):
-    """See the module."""
-
     name = "sm90/gemm_fold_rows"
     directions = ("forward", "input_grad")
     serves = "wide rows of whole 16 bytes, phases that all have taps, few taps and a stride of at most four across"
@@ -625,9 +615,6 @@ class GemmFoldRows(Sm90Kernel):
 
     def tiles(self, config: Config, direction: Pass) -> Iterator[Tile]:
         return tiles_of(config.problem, direction, config.dtype.itemsize, config.spec.multiprocessors)
-
-    def tile(self, config: Config, direction: Pass) -> Tile | None:
-        return tile_of(config.problem, direction, config.dtype.itemsize, config.spec.multiprocessors)
 
     def fitted(self, config: Config, direction: Pass, tile: Tile) -> Tile | None:
         sized = replace(tile, problem=config.problem)

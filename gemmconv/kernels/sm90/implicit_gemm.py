@@ -153,8 +153,6 @@ def _too_large(plan: Plan) -> str | None:
 
 
 class ImplicitGemm(Sm90Kernel):
-    """See the module."""
-
     name = "sm90/implicit_gemm"
     directions = ("forward", "input_grad")
     serves = "layers whose tiles fit shared memory"

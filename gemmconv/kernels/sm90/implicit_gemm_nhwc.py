@@ -10,7 +10,6 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 
@@ -220,12 +219,6 @@ class Tile:
         return TensorMapSpec("weight", self.itemsize, sizes, strides, (_BOX_LINES, 1, self.channels, 1))
 
 
-@lru_cache(maxsize=1024)
-def tile_of(problem: Problem, itemsize: int, multiprocessors: int = REFERENCE.multiprocessors) -> Tile | None:
-    """The tile for a problem in channels_last: a pure function of it. None where the kernel is not for it."""
-    return min(tiles_of(problem, itemsize, multiprocessors), key=lambda tile: tile.cycles, default=None)
-
-
 def tiles_of(problem: Problem, itemsize: int, multiprocessors: int = REFERENCE.multiprocessors) -> Iterator[Tile]:
     """The tiles that a problem may have."""
     p, piece = problem, _PIECE_BYTES // itemsize
@@ -336,8 +329,6 @@ def macros_of(tile: Tile, dtype: torch.dtype) -> Macros:
 
 
 class ImplicitGemmNhwc(OneFormatForward):
-    """See the module."""
-
     name = "sm90/implicit_gemm_nhwc"
     serves = "one group, kernels larger than their stride, phases that all have taps, channels of whole 16 bytes"
     only_in = torch.channels_last
@@ -376,4 +367,4 @@ class ImplicitGemmNhwc(OneFormatForward):
         return forward_program(config, "implicit_gemm_nhwc", tile, macros, params, _THREADS, pack)
 
 
-KERNEL = ImplicitGemmNhwc(tile_of, tiles_of)
+KERNEL = ImplicitGemmNhwc(tiles_of)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,7 +18,7 @@ from gemmconv.geometry import Pair, Problem, Shape4
 from gemmconv.hashing import cached_property
 from gemmconv.kernels.base import DEFAULT_WORKSPACE_LIMIT, Config, Pass
 from gemmconv.kernels.costs import costs_of
-from gemmconv.kernels.integers import INT32_MAX
+from gemmconv.kernels.integers import INT32_MAX, up_to_multiple
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros, named_macros
 from gemmconv.kernels.program import Launch, Params, Program, TensorMapSpec
 from gemmconv.kernels.sm90.base import WeightGradKernel, image_map
@@ -147,8 +147,10 @@ class Tile:
         """Boxes of grad_output."""
         return self.sides[1] * self.atoms * self.taps_h.boxes * self.taps_w.boxes
 
-    def _stage_bytes(self, pixels: int, box: int) -> int:
-        return (self.sides[0] * pixels + self.boxes * (-(-box // 8) * 8)) * _LINE_BYTES
+    @cached_property
+    def _stage_bytes(self) -> int:
+        lines = self.sides[0] * self.pixels + self.boxes * up_to_multiple(math.prod(self.box), 8)
+        return lines * _LINE_BYTES + _BARRIER_BYTES
 
     @property
     def unread_bytes(self) -> int:
@@ -158,16 +160,11 @@ class Tile:
 
     @cached_property
     def stages(self) -> int:
-        return self._stages(self.pixels, math.prod(self.box))
-
-    def _stages(self, pixels: int, box: int) -> int:
-        most = SHARED_BYTES - 1024 - self.unread_bytes
-        return min(_MOST_STAGES, most // (self._stage_bytes(pixels, box) + _BARRIER_BYTES))
+        return min(_MOST_STAGES, (SHARED_BYTES - 1024 - self.unread_bytes) // self._stage_bytes)
 
     @property
     def shared_bytes(self) -> int:
-        stage = self._stage_bytes(self.pixels, math.prod(self.box)) + _BARRIER_BYTES
-        return self.stages * stage + self.unread_bytes
+        return self.stages * self._stage_bytes + self.unread_bytes
 
     @property
     def tiles_image(self) -> Pair:
@@ -224,22 +221,13 @@ class Tile:
     @cached_property
     def cycles(self) -> float:
         """Roughly the cycles of a tile: of products, or of copies."""
-        pixels, box = self.pixels, math.prod(self.box)
-        return self.cycles_of([(pixels, box, self._stages(pixels, box))])[0]
-
-    def cycles_of(self, sizes: Iterable[tuple[int, int, int]]) -> list[float]:
-        """The cycles of this tile with other sizes, each given as pixels, lines of a box, and stages."""
-        step_products, columns, side, boxes = self.products * self.warpgroups, self.columns, self.sides[0], self.boxes
+        products = self.pixels / _STEP * self.products * self.warpgroups
+        lines = self.sides[0] * self.pixels + self.boxes * math.prod(self.box)
         # Both sides of each product are read, and lines written, at 128 bytes a cycle.
-        multiplied, read = columns / 2 * _COST.product_share, _STEP + columns / 4
-        moved_share, line_cycles, waited_share = _COST.moved_share, _COST.line_cycles, _COST.waited_share
-        found = []
-        for pixels, box, stages in sizes:
-            products, lines = pixels / _STEP * step_products, side * pixels + boxes * box
-            copied = lines * line_cycles
-            longest = max(products * multiplied, (products * read + lines) * moved_share, copied)
-            found.append(longest + _COST.tile_cycles + copied * waited_share / (stages - 1))
-        return found
+        multiplied, read = products * (self.columns / 2 * _COST.product_share), products * (_STEP + self.columns / 4)
+        copied = lines * _COST.line_cycles
+        longest = max(multiplied, (read + lines) * _COST.moved_share, copied)
+        return longest + _COST.tile_cycles + copied * _COST.waited_share / (self.stages - 1)
 
     def slices(self, limit: int) -> int:
         """Into how many slices the tiles are cut, for a workspace of at most so many bytes; 0 where none fit."""
@@ -362,25 +350,14 @@ def _menu_of(layer: Problem, multiprocessors: int) -> list[Tile]:
     A kernel is compiled for each. Of those that have as much of the weights each, one takes the fewest cycles for the
     same pixels, whatever the sizes of images are: of these, tiles are taken that are the best beside those before.
     """
-    fastest: dict[tuple[int, Size], tuple[float, Tile]] = {}
+    fastest: dict[tuple[int, Size], Tile] = {}
     all_sizes = [*_all_sizes(layer)]
-    sizes_of: dict[Pair, list[tuple[Size, int, int]]] = {}  # with pixels and lines of a box, by its extra ones
-    for tile in _layer_tiles(layer, multiprocessors):
-        if not tile.fits_registers:
-            continue
-        if (extra := (tile.taps_h.extra, tile.taps_w.extra)) not in sizes_of:
-            all_sized = [_sized(tile, size) for size in all_sizes]
-            sizes_of[extra] = [(one.size, one.pixels, math.prod(one.box)) for one in all_sized if one.fits_boxes]
-        sizes = [
-            (size, pixels, box, stages)
-            for size, pixels, box in sizes_of[extra]
-            if (stages := tile._stages(pixels, box)) >= 2
-        ]
-        for (size, *_), cycles in zip(sizes, tile.cycles_of(one[1:] for one in sizes), strict=True):
-            key = tile.weight_blocks, size
-            if key not in fastest or cycles < fastest[key][0]:
-                fastest[key] = cycles, tile
-    tiles = [_sized(tile, size) for (_, size), (_, tile) in fastest.items()]
+    for tile in filter(lambda one: one.fits_registers, _layer_tiles(layer, multiprocessors)):
+        for sized in (_sized(tile, size) for size in all_sizes):
+            key = sized.weight_blocks, sized.size
+            if sized.fits_boxes and sized.stages >= 2 and (key not in fastest or sized.cycles < fastest[key].cycles):
+                fastest[key] = sized
+    tiles = [*fastest.values()]
     (height, width), usual = layer.input_size, []
     for batch, down, across in _USUAL:
         image = min(height, down if width > 1 else down * across), min(width, across if height > 1 else down * across)
@@ -447,8 +424,6 @@ def maps_of(tile: Tile) -> tuple[TensorMapSpec, TensorMapSpec]:
 
 
 class WgradNhwc(WeightGradKernel):
-    """See the module."""
-
     name = "sm90/wgrad_nhwc"
     serves = "channels of whole 16 bytes and tiles that fit shared memory"
     computed_in = torch.channels_last
