@@ -41,27 +41,16 @@ LEAST_SHARED_BYTES = min(kib for *_, kib in _MULTIPROCESSORS.values()) << 10  # 
 @hashed_once
 @dataclass(frozen=True)
 class DeviceSpec:
-    """The properties of a GPU that decide which kernel is fast there.
+    """The properties of a GPU that decide which kernel is fast there."""
 
-    Attributes:
-        name: the driver's name of it.
-        capability: compute capability.
-        multiprocessors: number of multiprocessors.
-        clock: cycles per second.
-        bandwidth: bytes per second that its memory moves.
-        l2_bytes: bytes of its L2 cache.
-        fp32_per_clock: float32 operations of one multiprocessor per cycle; a multiply-add counts as two.
-        tf32, half: operations per second of dense products in TF32, and in 16 bits summed in float32.
-    """
-
-    name: str
-    capability: Capability
-    multiprocessors: int
-    clock: float
-    bandwidth: float
-    l2_bytes: int
-    fp32_per_clock: int
-    tf32: float
+    name: str  # the driver's name of it
+    capability: Capability  # compute capability
+    multiprocessors: int  # number of multiprocessors
+    clock: float  # cycles per second
+    bandwidth: float  # bytes per second that its memory moves
+    l2_bytes: int  # bytes of its L2 cache
+    fp32_per_clock: int  # float32 operations of one multiprocessor per cycle; a multiply-add counts as two
+    tf32: float  # tf32, half: operations per second of dense products in TF32, and in 16 bits summed in float32
     half: float
 
     @property

@@ -49,20 +49,15 @@ from gemmconv.selection import (
 
 
 class Gradients(NamedTuple):
-    """The algorithms of both gradients of a backward pass.
+    """The algorithms of both gradients of a backward pass."""
 
-    Attributes:
-        input_grad, weight_grad: the algorithms.
-        share: whether both transpose grad_output from channels_last to NCHW, so that one transpose serves both; it
-            does not count with ``at_once``.
-        at_once: whether one call of an algorithm computes both.
-        via_channels_last: whether tensors in NCHW are transposed and computed in channels_last ("turned" in files).
-    """
-
-    input_grad: Algorithm
+    input_grad: Algorithm  # input_grad, weight_grad: the algorithms
     weight_grad: Algorithm
+    # whether both transpose grad_output from channels_last to NCHW, so that one transpose serves both; it does not
+    # count with ``at_once``
     share: bool
-    at_once: bool = False
+    at_once: bool = False  # whether one call of an algorithm computes both
+    # whether tensors in NCHW are transposed and computed in channels_last ("turned" in files)
     via_channels_last: bool = False
 
     def choices(self, config: Config, weight_config: Config) -> list[Choice | None]:

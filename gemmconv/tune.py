@@ -43,21 +43,13 @@ VolumeCall = tuple[Volume, bool, Precision | None]  # a call on volumes, whether
 
 @dataclass(frozen=True)
 class _Candidate:
-    """One way of computing a pass.
+    """One way of computing a pass."""
 
-    Attributes:
-        name: the algorithm or way, by which times are reported.
-        is_torchs: whether it is torch's operator, by whose time on the device others are limited.
-        prepare: makes the call to be timed.
-        operands: the arguments of this call.
-        taken: the fields of the entry by which ``auto`` takes it.
-    """
-
-    name: str
-    is_torchs: bool
-    prepare: Callable[[], Callable[..., object]]
-    operands: Sequence[Any]
-    taken: dict[str, Any]
+    name: str  # the algorithm or way, by which times are reported
+    is_torchs: bool  # whether it is torch's operator, by whose time on the device others are limited
+    prepare: Callable[[], Callable[..., object]]  # makes the call to be timed
+    operands: Sequence[Any]  # the arguments of this call
+    taken: dict[str, Any]  # the fields of the entry by which ``auto`` takes it
 
 
 def tune(model: nn.Module, *example_inputs: Any, backward: bool = True, path: str | Path | None = None) -> list[Entry]:

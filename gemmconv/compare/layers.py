@@ -18,19 +18,12 @@ CPU_BYTES = 128 * 2**20
 
 @dataclass(frozen=True)
 class Layer:
-    """A transposed convolution to measure.
+    """A transposed convolution to measure."""
 
-    Attributes:
-        name: a short name, for the chart and the table.
-        problem: the geometry to measure.
-        bias: whether the layer adds a bias.
-        full: the geometry that was asked for, where ``problem`` is a smaller form of it.
-    """
-
-    name: str
-    problem: Problem
-    bias: bool = False
-    full: Problem | None = None
+    name: str  # a short name, for the chart and the table
+    problem: Problem  # the geometry to measure
+    bias: bool = False  # whether the layer adds a bias
+    full: Problem | None = None  # the geometry that was asked for, where ``problem`` is a smaller form of it
 
     def describe(self) -> str:
         """The layer in one line.

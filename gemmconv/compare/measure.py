@@ -34,38 +34,27 @@ Step = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Row:
-    """The measurements of one algorithm on one layer.
+    """The measurements of one algorithm on one layer."""
 
-    Attributes:
-        layer: the layer, at the size that was measured.
-        algorithm: its name, or ``AUTO``; ``BASELINE`` is ``torch.nn.ConvTranspose2d`` with cuDNN's benchmark mode on.
-        precision: how float32 products are rounded.
-        chosen: whether ``auto`` takes this algorithm for the forward pass.
-        taken: in the row of ``AUTO``, the algorithms of the forward pass, the input's and the weight's gradient.
-        skipped: why it was not run; all fields below are then empty.
-        error: error of the output, relative to float64.
-        gradient_error: the largest of the gradients of input, weight and bias, relative to float64.
-        bar, gradient_bar: the largest errors that count as right.
-        forward_ms, both_ms: median time of a forward pass, and of forward and backward passes together.
-        forward_ratio, both_ratio: the baseline's time divided by this one; None if the precisions differ.
-        workspace_bytes: temporary memory, the most of any direction; None where torch manages it.
-    """
-
-    layer: Layer
+    layer: Layer  # the layer, at the size that was measured
+    # its name, or ``AUTO``; ``BASELINE`` is ``torch.nn.ConvTranspose2d`` with cuDNN's benchmark mode on.
     algorithm: str
-    precision: Precision
-    chosen: bool = False
+    precision: Precision  # how float32 products are rounded
+    chosen: bool = False  # whether ``auto`` takes this algorithm for the forward pass
+    # in the row of ``AUTO``, the algorithms of the forward pass, the input's and the weight's gradient
     taken: tuple[str, ...] = ()
-    skipped: str | None = None
-    error: float | None = None
-    gradient_error: float | None = None
-    bar: float = 0.0
+    skipped: str | None = None  # why it was not run; all fields below are then empty
+    error: float | None = None  # error of the output, relative to float64
+    gradient_error: float | None = None  # the largest of the gradients of input, weight and bias, relative to float64
+    bar: float = 0.0  # bar, gradient_bar: the largest errors that count as right
     gradient_bar: float = 0.0
+    # forward_ms, both_ms: median time of a forward pass, and of forward and backward passes together
     forward_ms: float | None = None
     both_ms: float | None = None
+    # forward_ratio, both_ratio: the baseline's time divided by this one; None if the precisions differ
     forward_ratio: float | None = None
     both_ratio: float | None = None
-    workspace_bytes: int | None = None
+    workspace_bytes: int | None = None  # temporary memory, the most of any direction; None where torch manages it
 
     @property
     def error_is_wrong(self) -> bool:
@@ -85,23 +74,15 @@ class Row:
 
 @dataclass(frozen=True)
 class _Data:
-    """A layer's tensors and its float64 results.
+    """A layer's tensors and its float64 results."""
 
-    Attributes:
-        x: input ``[N, C_in, H, W]``, requires grad.
-        weight, bias: parameters.
-        grad_output: ``[N, C_out, H_out, W_out]``.
-        images: which images are compared.
-        masked: grad_output, zero outside ``images``, so that the weight's gradient is theirs alone.
-        references: float64: output and input's gradient of ``images`` alone; the parameters' gradients, of ``masked``.
-    """
-
-    x: torch.Tensor
-    weight: torch.Tensor
+    x: torch.Tensor  # input ``[N, C_in, H, W]``, requires grad
+    weight: torch.Tensor  # weight, bias: parameters
     bias: torch.Tensor | None
-    grad_output: torch.Tensor
-    images: list[int]
-    masked: torch.Tensor
+    grad_output: torch.Tensor  # ``[N, C_out, H_out, W_out]``
+    images: list[int]  # which images are compared
+    masked: torch.Tensor  # grad_output, zero outside ``images``, so that the weight's gradient is theirs alone
+    # float64: output and input's gradient of ``images`` alone; the parameters' gradients, of ``masked``
     references: list[torch.Tensor]
 
 

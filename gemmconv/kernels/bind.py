@@ -153,16 +153,11 @@ def _of_any(
 
 
 class _Memory(NamedTuple):
-    """Memory that can hold regions of scratch memory: an output that is written later, or an allocation for scratch.
+    """Memory that can hold regions of scratch memory: an output that is written later, or an allocation for scratch."""
 
-    Attributes:
-        place: index among outputs, operands and scratch memory.
-        size: bytes.
-        taken: for each region there, its begin and end in bytes, and the first and end of the steps that need it.
-    """
-
-    place: int
-    size: int
+    place: int  # index among outputs, operands and scratch memory
+    size: int  # bytes
+    # for each region there, its begin and end in bytes, and the first and end of the steps that need it
     taken: list[tuple[int, int, int, int]]
 
     def offset(self, size: int, first: int, end: int) -> int:

@@ -34,21 +34,13 @@ Made = tuple[Any, Any, torch.dtype]  # shape, strides and dtype of an output tha
 
 
 class Completed(NamedTuple):
-    """A program for tensors with given strides and dtypes.
+    """A program for tensors with given strides and dtypes."""
 
-    Attributes:
-        program: the program with transposes and casts among its steps.
-        fits: for each operand a function of torch's that copies it first, or None.
-        channels_last: whether the weight is in channels_last.
-        made: shape, strides and dtype of the allocation for each output.
-        after: indices of outputs that torch copies after the steps, and the strides they get.
-    """
-
-    program: Program
-    fits: list[Fit | None]
-    channels_last: bool
-    made: list[Made]
-    after: list[tuple[int, Any]]
+    program: Program  # the program with transposes and casts among its steps
+    fits: list[Fit | None]  # for each operand a function of torch's that copies it first, or None
+    channels_last: bool  # whether the weight is in channels_last
+    made: list[Made]  # shape, strides and dtype of the allocation for each output
+    after: list[tuple[int, Any]]  # indices of outputs that torch copies after the steps, and the strides they get
 
 
 def launches(program: Program, tensors: Tensors, device: torch.device) -> list[Launch]:

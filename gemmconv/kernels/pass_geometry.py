@@ -8,15 +8,10 @@ from gemmconv.kernels.base import Pass
 
 
 class Gathering:
-    """Sizes of the inputs and outputs of a pass. The inputs of an input gradient are grad_output.
+    """Sizes of the inputs and outputs of a pass. The inputs of an input gradient are grad_output."""
 
-    Attributes:
-        problem: the geometry.
-        direction: "forward" or "input_grad".
-    """
-
-    problem: Problem
-    direction: Pass
+    problem: Problem  # the geometry
+    direction: Pass  # "forward" or "input_grad"
 
     @cached_property
     def in_channels(self) -> int:

@@ -17,17 +17,11 @@ _MOST_REACH = 2**20
 
 
 class Tap(NamedTuple):
-    """A tap of an axis, as a cell meets it.
+    """A tap of an axis, as a cell meets it."""
 
-    Attributes:
-        tap: which of the kernel's.
-        phase: which output of a cell it reaches.
-        shift: from the cell's first input to the input that it reads.
-    """
-
-    tap: int
-    phase: int
-    shift: int
+    tap: int  # which of the kernel's
+    phase: int  # which output of a cell it reaches
+    shift: int  # from the cell's first input to the input that it reads
 
 
 def cells_of(problem: Problem) -> Pair:

@@ -51,26 +51,16 @@ class At:
 
 @dataclass(frozen=True)
 class TensorMapSpec:
-    """A tensor map for TMA: the arguments of :func:`gemmconv.runtime.tensor_map.encode`.
+    """A tensor map for TMA: the arguments of :func:`gemmconv.runtime.tensor_map.encode`."""
 
-    Attributes:
-        tensor: the name of an operand, an output or a scratch region.
-        itemsize: bytes of an element.
-        sizes: elements of each dimension, the innermost first.
-        strides: bytes from one element to the next, of all dimensions but the innermost.
-        box, steps: for each dimension, elements of a box and the step from one to the next.
-        swizzled: whether boxes are swizzled in shared memory; see csrc/include/ptx/wgmma.cuh.
-        fetched: bytes that the L2 cache fetches together.
-    """
-
-    tensor: str
-    itemsize: int
-    sizes: Shape4
-    strides: Extent3
-    box: Shape4
+    tensor: str  # the name of an operand, an output or a scratch region
+    itemsize: int  # bytes of an element
+    sizes: Shape4  # elements of each dimension, the innermost first
+    strides: Extent3  # bytes from one element to the next, of all dimensions but the innermost
+    box: Shape4  # box, steps: for each dimension, elements of a box and the step from one to the next
     steps: Shape4 = (1, 1, 1, 1)
-    swizzled: bool = True
-    fetched: int = 256
+    swizzled: bool = True  # whether boxes are swizzled in shared memory; see csrc/include/ptx/wgmma.cuh.
+    fetched: int = 256  # bytes that the L2 cache fetches together
 
     @property
     def described(self) -> tuple[Any, ...]:
@@ -89,25 +79,19 @@ _C_TYPES = {At: _POINTER, type(None): _POINTER, TensorMapSpec: ("128x", 128, 64)
 
 @dataclass(frozen=True)
 class Launch:
-    """A launch of a kernel.
+    """A launch of a kernel."""
 
-    Attributes:
-        source, macros: the kernel's file under csrc/, and the macros that specialise it.
-        grid, block: blocks, and threads of a block.
-        params: the fields of its params struct in order; their C types follow from the values, an int's is 32 bits and
-            a :class:`Long`'s 64. Names are written as in C, for who compares them: ``"n"`` has a value, ``"a, b"`` and
-            ``"x[3]"`` have tuples of two and three. The emulator of the tests compares the size with that of the struct
-            in the kernel's source.
-        shared_bytes: bytes of dynamic shared memory.
-        overlaps: whether it may begin before the previous launch ends (PDL): see gemmconv/runtime/launch.py.
-    """
-
-    source: str
+    source: str  # source, macros: the kernel's file under csrc/, and the macros that specialise it
     macros: Macros
-    grid: Extent3
+    grid: Extent3  # grid, block: blocks, and threads of a block
     block: Extent3
+    # the fields of its params struct in order; their C types follow from the values, an int's is 32 bits and a
+    # :class:`Long`'s 64. Names are written as in C, for who compares them: ``"n"`` has a value, ``"a, b"`` and
+    # ``"x[3]"`` have tuples of two and three. The emulator of the tests compares the size with that of the struct in
+    # the kernel's source.
     params: Params
-    shared_bytes: int = 0
+    shared_bytes: int = 0  # bytes of dynamic shared memory
+    # whether it may begin before the previous launch ends (PDL): see gemmconv/runtime/launch.py.
     overlaps: bool = False
 
     @property
@@ -178,22 +162,14 @@ class Gemm:
     """A strided-batched product by cuBLAS, C = op(A) op(B) + beta C, in column-major terms.
 
     It accumulates in float32 (float64 for float64 operands), and multiplies in TF32 only if ``tf32`` is set.
-
-    Attributes:
-        extents: m, n and k: C is ``m x n``, and the reduced extent is ``k``.
-        operands: A, B and C.
-        batch: number of products.
-        transposed: whether op transposes A, and whether it transposes B.
-        tf32: whether float32 operands are rounded to TF32.
-        accumulates: whether beta is 1, not 0.
     """
 
-    extents: Extent3
-    operands: tuple[Matrices, Matrices, Matrices]
-    batch: int
-    transposed: tuple[bool, bool]
-    tf32: bool
-    accumulates: bool = False
+    extents: Extent3  # m, n and k: C is ``m x n``, and the reduced extent is ``k``
+    operands: tuple[Matrices, Matrices, Matrices]  # A, B and C
+    batch: int  # number of products
+    transposed: tuple[bool, bool]  # whether op transposes A, and whether it transposes B
+    tf32: bool  # whether float32 operands are rounded to TF32
+    accumulates: bool = False  # whether beta is 1, not 0
 
     @property
     def tensors(self) -> Iterator[str]:
@@ -235,21 +211,14 @@ Step = Launch | Gemm | Zero
 
 @dataclass(frozen=True)
 class Operand:
-    """A tensor that a call takes, and the form that steps need: other tensors are transposed or copied first.
+    """A tensor that a call takes, and the form that steps need: other tensors are transposed or copied first."""
 
-    Attributes:
-        name: its name in params.
-        form: the memory format in which it must be contiguous; None for a weight, which may have either.
-        alignment: bytes; its address must be a multiple of them.
-        row_padding: zeros behind each of its rows, in elements.
-        argument: the name of the call's argument, if it is not ``name``.
-    """
-
-    name: str
+    name: str  # its name in params
+    # the memory format in which it must be contiguous; None for a weight, which may have either
     form: torch.memory_format | None
-    alignment: int = 1
-    row_padding: int = 0
-    argument: str = ""
+    alignment: int = 1  # bytes; its address must be a multiple of them
+    row_padding: int = 0  # zeros behind each of its rows, in elements
+    argument: str = ""  # the name of the call's argument, if it is not ``name``
 
     @property
     def given_as(self) -> str:
@@ -259,38 +228,25 @@ class Operand:
 
 @dataclass(frozen=True)
 class Output:
-    """A tensor that a call returns.
+    """A tensor that a call returns."""
 
-    Attributes:
-        name: its name in params.
-        shape, strides: shape and strides of the returned tensor.
-        written: the memory format in which launches write it, if that can differ; it is then transposed.
-        dtype: dtype of the returned tensor, if it is not the program's.
-    """
-
-    name: str
-    shape: tuple[int, ...]
+    name: str  # its name in params
+    shape: tuple[int, ...]  # shape, strides: shape and strides of the returned tensor
     strides: Strides
+    # the memory format in which launches write it, if that can differ; it is then transposed
     written: torch.memory_format | None = None
-    dtype: torch.dtype | None = None
+    dtype: torch.dtype | None = None  # dtype of the returned tensor, if it is not the program's
 
 
 @dataclass(frozen=True)
 class Program:
-    """A pass as plain data.
+    """A pass as plain data."""
 
-    Attributes:
-        dtype: element type of operands and outputs; weights and biases of another are cast to it.
-        operands: the arguments in order; the one named bias may be None.
-        outputs: the results in order.
-        steps: launches, products and clears in order.
-        scratch: bytes of regions of scratch memory, by name; they are not initialised.
-    """
-
-    dtype: torch.dtype
-    operands: tuple[Operand, ...]
-    outputs: tuple[Output, ...]
-    steps: tuple[Step, ...]
+    dtype: torch.dtype  # element type of operands and outputs; weights and biases of another are cast to it
+    operands: tuple[Operand, ...]  # the arguments in order; the one named bias may be None
+    outputs: tuple[Output, ...]  # the results in order
+    steps: tuple[Step, ...]  # launches, products and clears in order
+    # bytes of regions of scratch memory, by name; they are not initialised
     scratch: Mapping[str, int] = field(default_factory=dict)
 
     @property

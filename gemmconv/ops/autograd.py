@@ -58,20 +58,14 @@ Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]  # of input, weig
 
 
 class Backward(NamedTuple):
-    """The backward pass of a forward call: its shapes and arguments without its tensors.
+    """The backward pass of a forward call: its shapes and arguments without its tensors."""
 
-    Attributes:
-        input_size: ``(height, width)``.
-        weight_shape: shape of the weight.
-        weight_strides: strides of a dense weight, else None. The gradient gets them, so that optimizers and DDP need
-            not copy it at each step.
-        options: arguments of the operator after its tensors.
-    """
-
-    input_size: Any
-    weight_shape: Any
+    input_size: Any  # ``(height, width)``
+    weight_shape: Any  # shape of the weight
+    # strides of a dense weight, else None. The gradient gets them, so that optimizers and DDP need not copy it at
+    # each step.
     weight_strides: tuple[int, ...] | None
-    options: Arguments
+    options: Arguments  # arguments of the operator after its tensors
 
     @classmethod
     def of(cls, tensors: Tensors, options: Arguments) -> Backward:

@@ -24,21 +24,16 @@ class Convention(NamedTuple):
     """The calling convention of a prepared call: where it takes or returns other than its operator's schema says.
 
     Calls past the dispatcher, and their backward passes, may: they save casts, copies and launches that way.
-
-    Attributes:
-        weight_grad_strides: strides of the weight's gradient; None for those of a contiguous tensor.
-        with_bias_grad: whether the bias's gradient is returned too, after the others.
-        parameter_dtype: dtype of weight and bias as arguments, and of their gradients; None for the input's dtype.
-        returns_casts: whether a forward call returns its casts of weight and bias after the output.
-        trained: not about what is taken or returned; see :class:`Config`.
-        is_signal: whether a forward call takes tensors of one axis, whose memory is that of images of height 1.
     """
 
+    # strides of the weight's gradient; None for those of a contiguous tensor
     weight_grad_strides: Strides | None = None
-    with_bias_grad: bool = False
+    with_bias_grad: bool = False  # whether the bias's gradient is returned too, after the others
+    # dtype of weight and bias as arguments, and of their gradients; None for the input's dtype
     parameter_dtype: torch.dtype | None = None
-    returns_casts: bool = False
-    trained: bool = False
+    returns_casts: bool = False  # whether a forward call returns its casts of weight and bias after the output
+    trained: bool = False  # not about what is taken or returned; see :class:`Config`
+    # whether a forward call takes tensors of one axis, whose memory is that of images of height 1
     is_signal: bool = False
 
 

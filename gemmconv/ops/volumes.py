@@ -54,21 +54,14 @@ _GRADS_SCHEMA = (
 
 
 class Volume(NamedTuple):
-    """The call of a volume without its data, as torch.compile can trace it, unlike a Config with a device's properties.
-
-    Attributes:
-        problem, dtype, device: of the call; the dtype is what autocast makes of the tensors.
-        precision: of float32 products.
-        last: whether the input or the weight is in channels_last_3d, which the kernel does not take.
-        workspace_limit: bytes of temporary memory of the product; None for the default.
-    """
+    """A call on volumes without its data. torch.compile can trace it, unlike a Config with a device's properties."""
 
     problem: Problem
-    dtype: torch.dtype
+    dtype: torch.dtype  # what autocast casts the tensors to, if it is on; else theirs
     device: torch.device
-    precision: Precision
-    last: bool = False
-    workspace_limit: int | None = None
+    precision: Precision  # of float32 products
+    last: bool = False  # whether the input or the weight is in channels_last_3d, which the kernel does not take
+    workspace_limit: int | None = None  # bytes of temporary memory of the product; None for the default
 
     def config(self, spec: DeviceSpec | None = None) -> Config:
         """Its configuration, on its device or one with other properties; torch.channels_last is channels_last_3d."""
@@ -263,15 +256,10 @@ def _torchs_gradients(
 
 
 class _Backward(NamedTuple):
-    """The backward pass of a prepared call, as gemmconv/ops/recording.py asks for it.
+    """The backward pass of a prepared call, as gemmconv/ops/recording.py asks for it."""
 
-    Attributes:
-        config: of the forward call.
-        precision: the argument; without one each backward pass follows torch's setting.
-    """
-
-    config: Config
-    precision: Precision | None
+    config: Config  # of the forward call
+    precision: Precision | None  # the argument; without one each backward pass follows torch's setting
 
     def __call__(self, grad: Tensor, input: Tensor | None, weight: Tensor | None, needs: Needs) -> Gradients:
         """torch's gradients, which can be differentiated in turn; tensors that none of them needs were not saved."""

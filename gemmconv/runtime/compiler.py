@@ -28,21 +28,13 @@ _cancelled = ctypes.create_string_buffer(b"0")  # "1" while compilations are to 
 
 @dataclass(frozen=True)
 class Compiled:
-    """A compiled source and, unless it comes from a cache, the figures of ptxas.
+    """A compiled source and, unless it comes from a cache, the figures of ptxas."""
 
-    Attributes:
-        cubin: the machine code.
-        log: the compiler's log; empty for a cache hit.
-        registers: most registers a thread of any kernel in it uses; None for a cache hit.
-        spill_bytes: bytes of register spills, stores and loads; None for a cache hit.
-        seconds: compile time; None for a cache hit.
-    """
-
-    cubin: bytes
-    log: str = ""
-    registers: int | None = None
-    spill_bytes: int | None = None
-    seconds: float | None = None
+    cubin: bytes  # the machine code
+    log: str = ""  # the compiler's log; empty for a cache hit
+    registers: int | None = None  # most registers a thread of any kernel in it uses; None for a cache hit
+    spill_bytes: int | None = None  # bytes of register spills, stores and loads; None for a cache hit
+    seconds: float | None = None  # compile time; None for a cache hit
 
 
 def compile(source_name: str, macros: Macros, arch: str, *, cache: KernelCache | None = None) -> Compiled:

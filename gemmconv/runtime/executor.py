@@ -26,12 +26,7 @@ _allocate = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
 
 
 class Launch(NamedTuple):
-    """A launch of a loaded kernel, with the slots of its params.
-
-    Attributes:
-        pointers: for each pointer its offset in params, the index of an address, and bytes to add to that.
-        maps: for each tensor map these three, and the arguments of ``tensor_map.encode`` after the address.
-    """
+    """A launch of a loaded kernel, with the slots of its params."""
 
     kernel: launch.Kernel
     grid: Extent3
@@ -39,7 +34,9 @@ class Launch(NamedTuple):
     shared_bytes: int
     overlaps: bool
     params: bytes
+    # for each pointer its offset in params, the index of an address, and bytes to add to that
     pointers: Sequence[tuple[int, int, int]]
+    # for each tensor map these three, and the arguments of ``tensor_map.encode`` after the address.
     maps: Sequence[tuple[int, int, int, tuple[Any, ...]]]
 
     def described(self) -> tuple[Any, ...]:
@@ -96,17 +93,14 @@ Step = Launch | Gemm | Zero
 
 
 class Prepared(NamedTuple):
-    """Steps that are ready to run.
+    """Steps that are ready to run."""
 
-    Attributes:
-        run: takes addresses, the first of which are multiples of the alignments, and enqueues the steps on torch's
-            current stream of the device.
-        call: makes a call that takes tensors in C; None without the C extension. Its arguments: allocations of outputs,
-            the index of each operand among the call's tensors, the allocation of scratch memory, and a fallback for
-            calls with another current device or a misaligned tensor.
-    """
-
+    # takes addresses, the first of which are multiples of the alignments, and enqueues the steps on torch's current
+    # stream of the device
     run: Run
+    # makes a call that takes tensors in C; None without the C extension. Its arguments: allocations of outputs, the
+    # index of each operand among the call's tensors, the allocation of scratch memory, and a fallback for calls with
+    # another current device or a misaligned tensor.
     call: Callable[..., Callable[..., Any]] | None
 
 

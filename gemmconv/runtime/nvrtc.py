@@ -19,17 +19,11 @@ from typing import NamedTuple
 
 
 class Result(NamedTuple):
-    """The result of a compilation.
+    """The result of a compilation."""
 
-    Attributes:
-        error: NVRTC's text for its error; empty without one.
-        log: output of NVRTC and ptxas.
-        cubin: the machine code.
-    """
-
-    error: str
-    log: str
-    cubin: bytes
+    error: str  # NVRTC's text for its error; empty without one
+    log: str  # output of NVRTC and ptxas
+    cubin: bytes  # the machine code
 
 
 def compiled(library: str, source: str, name: str, flags: Sequence[bytes], cancelled: int | None = None) -> Result:

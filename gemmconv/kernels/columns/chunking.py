@@ -45,17 +45,12 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Chunking:
-    """How one pass cuts a problem.
+    """How one pass cuts a problem."""
 
-    Attributes:
-        images: most images in a chunk.
-        blocks: the row blocks that each group of images is cut into, as (input rows, output rows).
-        batch: images in all.
-    """
-
-    images: int
+    images: int  # most images in a chunk
+    # the row blocks that each group of images is cut into, as (input rows, output rows)
     blocks: tuple[tuple[Span, Span], ...]
-    batch: int
+    batch: int  # images in all
 
     def __iter__(self) -> Iterator[Chunk]:
         for images in _spans(self.batch, self.images):

@@ -32,19 +32,12 @@ UNIT = 16  # bytes that cuBLAS's kernels copy at once
 
 @dataclass(frozen=True)
 class _Matrices:
-    """Column-major matrices, one for each image, slice of its pixels, and group.
+    """Column-major matrices, one for each image, slice of its pixels, and group."""
 
-    Attributes:
-        at: address of the first.
-        dtype: type of the elements.
-        leading: leading extent.
-        strides: elements from one image, slice and group to the next; 0 where all share a matrix.
-    """
-
-    at: At
-    dtype: torch.dtype
-    leading: int
-    strides: Extent3
+    at: At  # address of the first
+    dtype: torch.dtype  # type of the elements
+    leading: int  # leading extent
+    strides: Extent3  # elements from one image, slice and group to the next; 0 where all share a matrix
 
     def further(self, elements: int) -> _Matrices:
         """These matrices with the address moved on by so many elements."""

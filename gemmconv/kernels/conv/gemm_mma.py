@@ -48,23 +48,14 @@ Taps = tuple[tuple[int, Extent3], ...]  # taps of a phase, each with its shift
 
 @dataclass(frozen=True)
 class Tile:
-    """The work of a block of csrc/conv/gemm_mma.cu; see its header.
+    """The work of a block of csrc/conv/gemm_mma.cu; see its header."""
 
-    Attributes:
-        warps: warps along cells and along channels.
-        tiles: tiles of 16 cells and of 8 channels of a warp.
-        phases: column phases of a block.
-        cells: cells of a block along depth, height and width.
-        units: 16 bytes of channels in a chunk.
-        splits: parts into which the chunks are split (split-K).
-    """
-
-    warps: tuple[int, int]
-    tiles: tuple[int, int]
-    phases: int
-    cells: Extent3
-    units: int
-    splits: int = 1
+    warps: tuple[int, int]  # warps along cells and along channels
+    tiles: tuple[int, int]  # tiles of 16 cells and of 8 channels of a warp
+    phases: int  # column phases of a block
+    cells: Extent3  # cells of a block along depth, height and width
+    units: int  # 16 bytes of channels in a chunk
+    splits: int = 1  # parts into which the chunks are split (split-K)
 
     @property
     def threads(self) -> int:

@@ -26,20 +26,14 @@ Entry = tuple[int, int, tuple[int, ...]]  # class of the source, shift in cells,
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis of a correlation.
+    """One axis of a correlation."""
 
-    Attributes:
-        size, extent: positions of source and target.
-        source_step, target_step: positions of a cell.
-        base: the target's position is ``target_step * cell + class - base``.
-        classes: for each class of the target, the taps by the classes and shifts that its cells read.
-    """
-
-    size: int
+    size: int  # size, extent: positions of source and target
     extent: int
-    source_step: int
+    source_step: int  # source_step, target_step: positions of a cell
     target_step: int
-    base: int
+    base: int  # the target's position is ``target_step * cell + class - base``
+    # for each class of the target, the taps by the classes and shifts that its cells read
     classes: tuple[dict[Read, int], ...]
 
     @property

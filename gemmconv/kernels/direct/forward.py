@@ -44,35 +44,21 @@ _Shape = tuple[int, int, int, int, int, int, int]
 
 @dataclass(frozen=True)
 class Tile:
-    """The tile of a block of csrc/direct/forward.cu; see its header, and pipeline/depthwise.cuh for depthwise layers.
+    """The work of a block of csrc/direct/forward.cu: see its header; for depthwise layers pipeline/depthwise.cuh."""
 
-    Attributes:
-        depthwise: whether planes have one channel each.
-        lanes_w, cells: threads across a cell row, and cells of each.
-        rows: cell rows.
-        phases: row phases at a time, each with threads of its own.
-        planes: planes; a plane is one group of one image.
-        channels_in: input channels staged at a time.
-        channels_out: output channels.
-        split: threads that share the input channels of an output.
-        rows_each, planes_each: cell rows and planes of a thread, in depthwise tiles.
-        turns: loop trips of a block over tiles below each other, in depthwise tiles (the name is in tuned files).
-        looped: whether the kernel has that loop.
-    """
-
-    depthwise: bool
-    lanes_w: int
+    depthwise: bool  # whether planes have one channel each
+    lanes_w: int  # lanes_w, cells: threads across a cell row, and cells of each
     cells: int
-    rows: int
-    phases: int
-    planes: int
-    channels_in: int
-    channels_out: int
-    split: int = 1
-    rows_each: int = 1
+    rows: int  # cell rows
+    phases: int  # row phases at a time, each with threads of its own
+    planes: int  # planes; a plane is one group of one image
+    channels_in: int  # input channels staged at a time
+    channels_out: int  # output channels
+    split: int = 1  # threads that share the input channels of an output
+    rows_each: int = 1  # rows_each, planes_each: cell rows and planes of a thread, in depthwise tiles
     planes_each: int = 1
-    turns: int = 1
-    looped: bool = False
+    turns: int = 1  # loop trips of a block over tiles below each other, in depthwise tiles (the name is in tuned files)
+    looped: bool = False  # whether the kernel has that loop
 
     @property
     def threads(self) -> int:
@@ -372,19 +358,12 @@ class _Layer:
 
 
 class _Cost(NamedTuple):
-    """The cost of a block.
+    """The cost of a block."""
 
-    Attributes:
-        held: blocks that a multiprocessor holds at a time.
-        alone: cycles of a block that has the multiprocessor for itself.
-        together: cycles that a block adds to those of several on the multiprocessor.
-        moved: cycles in which memory writes the outputs of a block.
-    """
-
-    held: int
-    alone: float
-    together: float
-    moved: float
+    held: int  # blocks that a multiprocessor holds at a time
+    alone: float  # cycles of a block that has the multiprocessor for itself
+    together: float  # cycles that a block adds to those of several on the multiprocessor
+    moved: float  # cycles in which memory writes the outputs of a block
 
 
 @functools.lru_cache(maxsize=1024)

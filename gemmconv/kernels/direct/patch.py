@@ -34,20 +34,15 @@ _FEW_ROWS = 4
 
 @dataclass(frozen=True)
 class Patch:
-    """The staged part of grad_output.
-
-    Attributes:
-        tile: input pixels of a tile, ``(height, width)``.
-        taps, planes: kernel taps and planes staged at once.
-        on_tensor_cores: whether planes are padded so that fragments for tensor cores load without bank conflicts.
-    """
+    """The staged part of grad_output."""
 
     problem: Problem
     itemsize: int
-    tile: Pair
-    taps: Pair
+    tile: Pair  # input pixels of a tile, ``(height, width)``
+    taps: Pair  # taps, planes: kernel taps and planes staged at once
     planes: int
     threads: int
+    # whether planes are padded so that fragments for tensor cores load without bank conflicts
     on_tensor_cores: bool = False
 
     def _axis(self, axis: int) -> tuple[int, int, bool]:
@@ -116,20 +111,14 @@ class Patch:
 
 @dataclass(frozen=True)
 class Tile:
-    """What the tiles of both gradient kernels share. Fields are named like the kernels' macros, in lower case.
-
-    Attributes:
-        rows: rows of a thread.
-        column_threads, row_threads: threads across a row of a tile, and down a column.
-        taps: kernel taps staged at once.
-    """
+    """What the tiles of both gradient kernels share. Fields are named like the kernels' macros, in lower case."""
 
     problem: Problem
     itemsize: int
-    rows: int
-    column_threads: int
+    rows: int  # rows of a thread
+    column_threads: int  # column_threads, row_threads: threads across a row of a tile, and down a column
     row_threads: int
-    taps: Pair
+    taps: Pair  # kernel taps staged at once
 
     @property
     def sum_bytes(self) -> int:

@@ -27,17 +27,13 @@ def variant_of(config: Config) -> tuple[int, bool, bool]:
 
 
 class Sm90Kernel(Kernel):
-    """A kernel of wgmma and TMA, whose tiles estimate their ``cycles`` and count their ``packed_bytes`` of weights.
-
-    Attributes:
-        only_in: the format that it is for, and then for 16-bit types and TF32 alone; None where it is for both.
-        clock_rate: cycles a second that estimates of its tiles count in.
-    """
+    """A kernel of wgmma and TMA, whose tiles estimate their ``cycles`` and count their ``packed_bytes`` of weights."""
 
     features = frozenset({"wgmma", "tma"})
     dtypes: ClassVar[tuple[torch.dtype, ...]] = TENSOR_CORE_TYPES
+    # the format that it is for, and then for 16-bit types and TF32 alone; None where it is for both
     only_in: ClassVar[torch.memory_format | None] = None
-    clock_rate: ClassVar[float] = CLOCK_RATE
+    clock_rate: ClassVar[float] = CLOCK_RATE  # cycles a second that estimates of its tiles count in
 
     def why_not_device_or_dtype(self, config: Config, direction: Pass) -> str | None:
         if (reason := super().why_not_device_or_dtype(config, direction)) is None and self.only_in is not None:

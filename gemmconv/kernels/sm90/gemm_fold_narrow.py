@@ -64,38 +64,22 @@ _MOST_TOGETHER = 12  # outputs that a thread folds together
 
 @dataclass(frozen=True)
 class Tile:
-    """The work of a block of csrc/sm90/gemm_fold_narrow.cu; see its header.
+    """The work of a block of csrc/sm90/gemm_fold_narrow.cu; see its header."""
 
-    Attributes:
-        problem: the geometry.
-        itemsize: bytes of an element.
-        split: whether float32 is three products of TF32.
-        channels_last: format of input and output.
-        rows: input rows of a step.
-        columns: positions across of a step; if these are whole rows, the most that the kernel has room for.
-        whole: whether positions are whole rows of the input: what lies beside them is zero in any case.
-        warpgroups: warpgroups that multiply, and share the positions of a step.
-        folders, loaders: threads that fold columns, and threads that copy inputs.
-        copied: bytes that are copied together; 0 where inputs come as boxes of a tensor map.
-        stages: buffers of the inputs of a step.
-        segments: parts that the cell rows of an image are cut into.
-        multiprocessors: multiprocessors of the GPU.
-    """
-
-    problem: Problem
-    itemsize: int
-    split: bool
-    channels_last: bool
-    rows: int
-    columns: int
-    whole: bool
-    warpgroups: int
-    folders: int
+    problem: Problem  # the geometry
+    itemsize: int  # bytes of an element
+    split: bool  # whether float32 is three products of TF32
+    channels_last: bool  # format of input and output
+    rows: int  # input rows of a step
+    columns: int  # positions across of a step; if these are whole rows, the most that the kernel has room for
+    whole: bool  # whether positions are whole rows of the input: what lies beside them is zero in any case
+    warpgroups: int  # warpgroups that multiply, and share the positions of a step
+    folders: int  # folders, loaders: threads that fold columns, and threads that copy inputs
     loaders: int
-    copied: int
-    stages: int = 2
-    segments: int = 1
-    multiprocessors: int = REFERENCE.multiprocessors
+    copied: int  # bytes that are copied together; 0 where inputs come as boxes of a tensor map
+    stages: int = 2  # buffers of the inputs of a step
+    segments: int = 1  # parts that the cell rows of an image are cut into
+    multiprocessors: int = REFERENCE.multiprocessors  # multiprocessors of the GPU
 
     packed_bytes: ClassVar[int] = 0  # blocks lay weights out themselves
 

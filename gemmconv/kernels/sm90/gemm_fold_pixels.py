@@ -61,17 +61,12 @@ _MOST_HALO = 32  # inputs of a window that its neighbours have too
 
 @dataclass(frozen=True)
 class Tile(PositionRows):
-    """The work of a thread block of csrc/sm90/gemm_fold_pixels.cu. The words are those of the module.
+    """The work of a thread block of csrc/sm90/gemm_fold_pixels.cu. The words are those of the module."""
 
-    Attributes:
-        images: images of an item; 1 where items are windows.
-        window: positions of each image that an item has: all of them, or a part of its only row.
-        compiled: lower bounds of :attr:`position_blocks` and :attr:`fold_turns`: the values of the kernel, if it was
-            compiled for another size and this tile reuses it; else ``(1, 1)``.
-    """
-
-    images: int
-    window: int
+    images: int  # images of an item; 1 where items are windows
+    window: int  # positions of each image that an item has: all of them, or a part of its only row
+    # lower bounds of :attr:`position_blocks` and :attr:`fold_turns`: the values of the kernel, if it was compiled for
+    # another size and this tile reuses it; else ``(1, 1)``
     compiled: Pair = (1, 1)
 
     @property

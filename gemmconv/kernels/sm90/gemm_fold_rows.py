@@ -425,17 +425,13 @@ def word_of(span: int) -> int:
 
 @dataclass(frozen=True)
 class TileTf32(RowTile):
-    """The work of a block in TF32.
-
-    Attributes:
-        whole_sectors: whether lines are stored as sectors of memory lie, not as steps end.
-    """
+    """The work of a block in TF32."""
 
     problem: Problem
     direction: Pass
     outs: int
     chunk: int
-    whole_sectors: bool
+    whole_sectors: bool  # whether lines are stored as sectors of memory lie, not as steps end
     multiprocessors: int = REFERENCE.multiprocessors
 
     itemsize: ClassVar[int] = 4

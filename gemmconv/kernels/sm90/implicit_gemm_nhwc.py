@@ -45,27 +45,16 @@ _MOST_STRIPS = 64
 
 @dataclass(frozen=True)
 class Tile:
-    """The work of a block of csrc/sm90/implicit_gemm_nhwc.cu; see its header.
+    """The work of a block of csrc/sm90/implicit_gemm_nhwc.cu; see its header."""
 
-    Attributes:
-        problem: the geometry.
-        itemsize: bytes of an element: 2, or 4 for float32 that is rounded to TF32.
-        row_blocks: blocks of 128 rows of the product in an item.
-        lines: output channels of an item.
-        images: images of an item; where there are several, it has all of their cells.
-        strips: strips that an image's columns of cells are cut into.
-        group: lines of a patch from a group of eight rows to the next, 0 where rows are lines from anywhere.
-        multiprocessors: multiprocessors of the GPU, each of which runs one block.
-    """
-
-    problem: Problem
-    itemsize: int
-    row_blocks: int
-    lines: int
-    images: int
-    strips: int
-    group: int = 0
-    multiprocessors: int = REFERENCE.multiprocessors
+    problem: Problem  # the geometry
+    itemsize: int  # bytes of an element: 2, or 4 for float32 that is rounded to TF32
+    row_blocks: int  # blocks of 128 rows of the product in an item
+    lines: int  # output channels of an item
+    images: int  # images of an item; where there are several, it has all of their cells
+    strips: int  # strips that an image's columns of cells are cut into
+    group: int = 0  # lines of a patch from a group of eight rows to the next, 0 where rows are lines from anywhere
+    multiprocessors: int = REFERENCE.multiprocessors  # multiprocessors of the GPU, each of which runs one block
 
     @property
     def rows(self) -> int:

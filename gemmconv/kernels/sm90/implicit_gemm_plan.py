@@ -68,49 +68,31 @@ Steps = dict[Pair, tuple[int, ...]]  # by the shift, the tap that reaches each s
 
 @dataclass(frozen=True)
 class Plan(Gathering):
-    """One way to go about a problem. The defaults are those of the smallest plan.
+    """One way to go about a problem. The defaults are those of the smallest plan."""
 
-    Attributes:
-        problem: the geometry.
-        direction: "forward" or "input_grad".
-        itemsize: bytes of an element.
-        split: whether float32 is split into two parts of TF32.
-        channels_last: format of input and output.
-        multiple: how many times the smallest cell a cell is, per axis. The smallest has one input, or one output of an
-            input gradient, and as many of the other as the stride says.
-        slots: output phases of an M block, which are neighbours in a row of cells.
-        blocks: M blocks of a warpgroup, which are neighbouring column phases.
-        columns: positions that an M block is multiplied with at a time, a multiple of 32.
-        warpgroups_m: warpgroups with M blocks of their own, 1 or 2.
-        phase_sides: warpgroups with phases of their own, 1 or 2; where it is 1, they have output channels of their own.
-        units: 16-byte units of channels of a chunk: 2, 4 or 8.
-        strips: into how many strips an image is cut.
-        wide: inputs beside each other in a row that are taken together.
-        way: how inputs come into shared memory. "loaded" through registers, or "landing" there as they lie in memory,
-            to be laid out by threads. Or "lines" of channels_last come to where products read them, as boxes of a
-            tensor map.
-        loaders: threads that load inputs, 96 or 224.
-        multiprocessors: of the GPU: as many blocks run at once.
-        compiled: the plan for other sizes that the kernel was compiled for; None if it is compiled for this one.
-    """
-
-    problem: Problem
-    direction: Pass
-    itemsize: int
-    split: bool
-    channels_last: bool
+    problem: Problem  # the geometry
+    direction: Pass  # "forward" or "input_grad"
+    itemsize: int  # bytes of an element
+    split: bool  # whether float32 is split into two parts of TF32
+    channels_last: bool  # format of input and output
+    # how many times the smallest cell a cell is, per axis. The smallest has one input, or one output of an input
+    # gradient, and as many of the other as the stride says.
     multiple: Pair = (1, 1)
-    slots: int = 1
-    blocks: int = 1
-    columns: int = 32
-    warpgroups_m: int = 1
+    slots: int = 1  # output phases of an M block, which are neighbours in a row of cells
+    blocks: int = 1  # M blocks of a warpgroup, which are neighbouring column phases
+    columns: int = 32  # positions that an M block is multiplied with at a time, a multiple of 32
+    warpgroups_m: int = 1  # warpgroups with M blocks of their own, 1 or 2
+    # warpgroups with phases of their own, 1 or 2; where it is 1, they have output channels of their own
     phase_sides: int = 1
-    units: int = 2
-    strips: int = 1
-    wide: int = 1
+    units: int = 2  # 16-byte units of channels of a chunk: 2, 4 or 8
+    strips: int = 1  # into how many strips an image is cut
+    wide: int = 1  # inputs beside each other in a row that are taken together
+    # how inputs come into shared memory. "loaded" through registers, or "landing" there as they lie in memory, to be
+    # laid out by threads. Or "lines" of channels_last come to where products read them, as boxes of a tensor map.
     way: Way = "loaded"
-    loaders: int = MANY_LOADERS
-    multiprocessors: int = REFERENCE.multiprocessors
+    loaders: int = MANY_LOADERS  # threads that load inputs, 96 or 224
+    multiprocessors: int = REFERENCE.multiprocessors  # of the GPU: as many blocks run at once
+    # the plan for other sizes that the kernel was compiled for; None if it is compiled for this one
     compiled: Plan | None = None
 
     @property

@@ -44,40 +44,26 @@ _TAP_CYCLES, _ROUND_CYCLES = _COST.table("tap_cycles"), _COST.table("round_cycle
 
 @dataclass(frozen=True)
 class Tile:
-    """The work of a block; see csrc/sm90/wgrad_nchw.cu.
+    """The work of a block; see csrc/sm90/wgrad_nchw.cu."""
 
-    Attributes:
-        problem: the geometry.
-        itemsize: bytes of an element.
-        split: whether float32 is three products of TF32.
-        pixels: pixels of a line, which has 64 or 128 bytes.
-        lines: lines of each input channel in a tile.
-        tile_w: pixels of a line that lie in one row of the input.
-        segment: pixels of a row that read one piece of a row of grad_output.
-        vector: words of grad_output that a thread loads together.
-        ci_tile: input channels of a block.
-        sides_co, sides_h, sides_w: warpgroups with output channels, rows of taps, or columns of taps of their own.
-        taps: rows and columns of taps of a warpgroup.
-        planes: planes of grad_output that are one long row together; 0 where rows are whole 16 bytes, for which another
-            kernel is compiled.
-        multiprocessors: multiprocessors of the GPU, each of which runs one block.
-    """
-
-    problem: Problem
-    itemsize: int
-    split: bool
-    pixels: int
-    lines: int
-    tile_w: int
-    segment: int
-    vector: int
-    ci_tile: int
+    problem: Problem  # the geometry
+    itemsize: int  # bytes of an element
+    split: bool  # whether float32 is three products of TF32
+    pixels: int  # pixels of a line, which has 64 or 128 bytes
+    lines: int  # lines of each input channel in a tile
+    tile_w: int  # pixels of a line that lie in one row of the input
+    segment: int  # pixels of a row that read one piece of a row of grad_output
+    vector: int  # words of grad_output that a thread loads together
+    ci_tile: int  # input channels of a block
+    # sides_co, sides_h, sides_w: warpgroups with output channels, rows of taps, or columns of taps of their own
     sides_co: int
     sides_h: int
     sides_w: int
-    taps: Pair
+    taps: Pair  # rows and columns of taps of a warpgroup
+    # planes of grad_output that are one long row together; 0 where rows are whole 16 bytes, for which another kernel
+    # is compiled
     planes: int
-    multiprocessors: int = REFERENCE.multiprocessors
+    multiprocessors: int = REFERENCE.multiprocessors  # multiprocessors of the GPU, each of which runs one block
 
     @cached_property
     def warpgroups(self) -> int:

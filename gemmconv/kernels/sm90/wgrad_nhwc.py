@@ -49,23 +49,14 @@ _DEVICE = costs_of("device")
 
 @dataclass(frozen=True)
 class Taps:
-    """The taps of a block along an axis.
+    """The taps of a block along an axis."""
 
-    Attributes:
-        kernel: taps of the kernel along the axis.
-        step: taps from one to the next that may share a box.
-        shift: lines of a box from one such tap to the next.
-        taps: taps of a block.
-        boxes: boxes that hold what these taps read.
-        sides: warpgroups that the taps are shared among.
-    """
-
-    kernel: int
-    step: int
-    shift: int
-    taps: int
-    boxes: int
-    sides: int
+    kernel: int  # taps of the kernel along the axis
+    step: int  # taps from one to the next that may share a box
+    shift: int  # lines of a box from one such tap to the next
+    taps: int  # taps of a block
+    boxes: int  # boxes that hold what these taps read
+    sides: int  # warpgroups that the taps are shared among
 
     @property
     def own(self) -> int:
@@ -95,28 +86,17 @@ class Taps:
 
 @dataclass(frozen=True)
 class Tile:
-    """The work of a block; see csrc/sm90/wgrad_nhwc.cu.
+    """The work of a block; see csrc/sm90/wgrad_nhwc.cu."""
 
-    Attributes:
-        problem: the geometry.
-        size: images, rows and columns of pixels of a tile.
-        pair_rows: whether a step has eight pixels of each of two rows, not sixteen of one.
-        sides: warpgroups with input channels of their own, and with output channels of their own.
-        atoms: lines of 64 output channels of a warpgroup.
-        taps_h, taps_w: taps of a block down and across.
-        merged: taps of a row that are columns of one product.
-        multiprocessors: multiprocessors of the GPU, each of which runs one block.
-    """
-
-    problem: Problem
-    size: Size
-    pair_rows: bool
-    sides: Pair
-    atoms: int
-    taps_h: Taps
+    problem: Problem  # the geometry
+    size: Size  # images, rows and columns of pixels of a tile
+    pair_rows: bool  # whether a step has eight pixels of each of two rows, not sixteen of one
+    sides: Pair  # warpgroups with input channels of their own, and with output channels of their own
+    atoms: int  # lines of 64 output channels of a warpgroup
+    taps_h: Taps  # taps_h, taps_w: taps of a block down and across
     taps_w: Taps
-    merged: int
-    multiprocessors: int = REFERENCE.multiprocessors
+    merged: int  # taps of a row that are columns of one product
+    multiprocessors: int = REFERENCE.multiprocessors  # multiprocessors of the GPU, each of which runs one block
 
     @property
     def warpgroups(self) -> int:
