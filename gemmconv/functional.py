@@ -98,31 +98,34 @@ def conv_transpose2d(
         and not torch.compiler.is_compiling()
         and torch._C._get_tracing_state() is None  # under torch.jit.trace sizes are tensors
     )
-    # The first case that holds says what computes the call:
-    #   1. traced, compiled or a subclass, on a CPU    torch's operator, which needs no sizes to be chosen by
+    # The first case that holds says what computes the call, 1 to 3 and 5 only for "auto" and "native":
+    #   1. on a CPU, traced, compiled or a subclass    torch's operator, unless auto has few output channels
     #   2. complex                                     torch's operator, which makes real tensors of them
-    #   3. eager, and auto takes torch's operator      torch's operator, without ours around it, which costs host time
+    #   3. eager, if torch's operator is chosen        torch's operator, without ours around it, which costs host time
     #   4. eager                                       a prepared call, which launches kernels without the dispatcher
-    #   5. ONNX, transforms, wrapper subclasses        torch's operator, since they have no rules for another
-    #   6. all else                                    our operator, by the dispatcher, which serves every other mode
-    if input.is_cpu and not is_eager and _is_left_to_torch_on_the_cpu(weight, groups, algorithm):
+    #   5. transforms, wrapper subclasses, ONNX        torch's operator, for which they have rules (ONNX: by any name)
+    #   6. all else                                    our operator by torch's dispatcher; also under the transforms of
+    #                                                  case 5 for a named algorithm or another precision than torch's
+    if input.is_cpu and not is_eager and _is_left_to_torch_on_the_cpu(weight, groups, algorithm):  # 1
         return ops.checked_torch_conv_transpose2d(input, weight, bias, *geometry)
-    if input.is_complex() and algorithm in ("auto", "native"):
+    if input.is_complex() and algorithm in ("auto", "native"):  # 2
         return torch.conv_transpose2d(input, weight, bias, *geometry)
     # is_left_to_torch raises where shapes do not fit together.
-    if is_eager and (input.is_cuda or input.is_cpu) and ops.is_left_to_torch(input, weight, bias, arguments):
-        plain.store_call(key, lambda input, weight, bias: torch.conv_transpose2d(input, weight, bias, *geometry))
+    if is_eager and (input.is_cuda or input.is_cpu) and ops.is_left_to_torch(input, weight, bias, arguments):  # 3
+        call_cache.find_or_make(key, lambda: lambda *tensors: torch.conv_transpose2d(*tensors, *geometry))
         return torch.conv_transpose2d(input, weight, bias, *geometry)
-    # A key means that the tensors are torch's own. prepare returns None for a mode that needs the dispatcher.
-    if key is not None and (call := plain.store_call(key, plain.prepare(input, weight, bias, arguments))) is not None:
-        return call(input, weight, bias)
-    if torch.onnx.is_in_onnx_export() or (
+    # 4. Only calls on torch's own tensors, outside of torch.compile, have a key. prepare returns None in other modes.
+    if key is not None:
+        call = call_cache.find_or_make(key, lambda: plain.prepare(input, weight, bias, arguments))
+        if call is not None:
+            return call(input, weight, bias)
+    if torch.onnx.is_in_onnx_export() or (  # 5
         algorithm in ("auto", "native")
         and (transforms_need_torch() or tensors_need_torch(input, weight, bias))
         and rounds_as_asked(input.dtype, input.device, precision)
     ):
         return torch.conv_transpose2d(input, weight, bias, *geometry)
-    if input.dim() == 3:
+    if input.dim() == 3:  # 6
         return ops.conv_transpose2d(input.unsqueeze(0), weight, bias, *arguments).squeeze(0)
     return ops.conv_transpose2d(input, weight, bias, *arguments)
 
@@ -154,7 +157,7 @@ def im2col(
         dilation, padding, stride: an int, or as many as there are axes.
 
     Returns:
-        ``[N, C*K, L]`` (or without N), L windows in row-major order, K the product of kernel_size.
+        ``[N, C*K, windows]`` (or without N): windows in row-major order, K the product of kernel_size.
 
     Raises:
         TypeError, RuntimeError: see conv_transpose2d; also a window larger than the padded input.
@@ -173,7 +176,7 @@ def im2col(
         return im2col(input.unsqueeze(0), *window).squeeze(0)
     if rank == 1:
         im2col_problem(input, Window(*window))  # raises what is wrong in the words of one axis
-        return im2col(input.unsqueeze(-2), *_of_height_1(window))
+        return im2col(input.unsqueeze(-2), *_with_height(window))
     if transforms_need_torch() or torch.onnx.is_in_onnx_export():
         return fold.unfold(input, *window)
     return ops.im2col(input, *window)
@@ -193,7 +196,7 @@ def col2im(
     summed in float32 and rounded once; on a CPU, volumes are folded slice by slice and rounded after each.
 
     Args:
-        columns: ``[N, C*K, L]`` or ``[C*K, L]``, floating-point, K the product of kernel_size.
+        columns: ``[N, C*K, windows]`` or ``[C*K, windows]``, floating-point, K the product of kernel_size.
         output_size: ``(length,)``, ``(height, width)`` or ``(depth, height, width)``, or an int for square images.
         kernel_size, dilation, padding, stride: an int, or as many as output_size has, in elements.
 
@@ -219,7 +222,7 @@ def col2im(
         return col2im(columns.unsqueeze(0), size, *window).squeeze(0)
     if rank == 1:
         col2im_problem(columns, size, Window(*window))  # raises what is wrong in the words of one axis
-        return col2im(columns, (1, *size), *_of_height_1(window)).squeeze(-2)
+        return col2im(columns, (1, *size), *_with_height(window)).squeeze(-2)
     if transforms_need_torch() or torch.onnx.is_in_onnx_export():
         return fold.fold(columns, size, *window)
     return ops.col2im(columns, size, *window)
@@ -231,6 +234,6 @@ def _window(where: str, rank: int, *given: IntOrPair) -> tuple[Any, ...]:
     return tuple([validation.extents(where, name, value, rank) for name, value in zip(names, given, strict=True)])
 
 
-def _of_height_1(window: tuple[Any, ...]) -> list[tuple[int, int]]:
+def _with_height(window: tuple[Any, ...]) -> list[tuple[int, int]]:
     """A window of signals as one of images: on the axis of height 1 kernel, dilation and stride are 1, padding is 0."""
-    return [(one, *of) for one, of in zip((1, 1, 0, 1), window, strict=True)]
+    return [(flat, *along) for flat, along in zip((1, 1, 0, 1), window, strict=True)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any, Literal
 
 import torch.fx
@@ -61,10 +62,10 @@ class _Layer(nn.Module):
         self._register()
 
     def _register(self) -> None:
-        """Do nothing. 2-D layers note here that they exist: it runs when a layer was made, copied or unpickled."""
+        """A hook that runs when a layer was made, copied or unpickled; it does nothing here."""
 
     def _arguments(self) -> tuple[Any, ...]:
-        """The arguments of a call after its tensors, of the call on images for a 1-D layer."""
+        """The arguments of a call after its tensors; for a 1-D layer those of the equal call on images of height 1."""
         geometry = self.stride, self.padding, self.output_padding, self.groups, self.dilation
         given = rank.of_height_1(*geometry) if len(self.stride) == 1 else geometry  # type: ignore[arg-type]
         return *given, self.algorithm, self.precision, self.workspace_limit
@@ -101,7 +102,6 @@ class _Layer(nn.Module):
         parameters: dict[str, Any] = {} if compiling else self._parameters
         weight: Any = parameters["weight"] if "weight" in parameters else self.weight  # noqa: SIM401
         bias: Any = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401
-        output_padding: Any = self.output_padding
         # A repeated call: a call of the same signature was prepared before.
         if (
             output_size is None
@@ -113,14 +113,15 @@ class _Layer(nn.Module):
             if call is not None:
                 return call(input, weight, bias)
             if key is not None:
-                output = self._on_cache_miss(key, arguments_key, input, weight, bias)
+                self._before_other_calls(input, weight, bias)
+                output = self._call_as_images(key, arguments_key, input, weight, bias)
                 if output is not None:
                     return output
         # Any other call, with all checks.
+        output_padding: Any = self.output_padding
         if output_size is not None:
             geometry: Any = self.kernel_size, self.stride, self.padding, self.dilation
-            where = f"ConvTranspose{len(geometry[0])}d"
-            output_padding = _output_padding_for(where, output_size, input.shape, *geometry)
+            output_padding = _output_padding_for(f"ConvTranspose{self._axes}d", output_size, input.shape, *geometry)
         return self._function(
             input,
             weight,
@@ -135,13 +136,13 @@ class _Layer(nn.Module):
             workspace_limit=self.workspace_limit,
         )
 
-    def _on_cache_miss(
+    def _before_other_calls(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        """A hook that runs before a call that no cached one serves, such as the first of a size; nothing here."""
+
+    def _call_as_images(
         self, key: Any, arguments_key: bytes, input: Tensor, weight: Tensor, bias: Tensor | None
     ) -> Tensor | None:
-        """Return None, so that the functional form computes a call whose signature ``key`` is not in the cache.
-
-        A layer of another rank may do more here, and may return the output.
-        """
+        """The output of a call that is not in the cache under its signature ``key``, computed on images; None here."""
 
     def extra_repr(self) -> str:
         """torch.nn.ConvTranspose2d's text, then the algorithm and the options that are not None."""
@@ -180,6 +181,7 @@ class ConvTranspose2d(_Layer, nn.ConvTranspose2d):
     _position: int = -1  # in the order in which modules are made
 
     def _register(self) -> None:
+        """Enter the layer into the order by which later layers' kernels are compiled in the background."""
         self._position = followers.register(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -187,9 +189,7 @@ class ConvTranspose2d(_Layer, nn.ConvTranspose2d):
         super().__setstate__(state)
         self._register()
 
-    def _on_cache_miss(
-        self, key: Any, arguments_key: bytes, input: Tensor, weight: Tensor, bias: Tensor | None
-    ) -> None:
+    def _before_other_calls(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         """Compile in the background what the layers made after this one are likely to launch."""
         if input.is_cuda and self.algorithm != "native":
             followers.compile_followers(self._position, self, (input, weight, bias))
@@ -206,22 +206,25 @@ class ConvTranspose1d(_Layer, nn.ConvTranspose1d):
     _axes = 1
     _function = staticmethod(rank.conv_transpose1d)
 
-    def _on_cache_miss(
+    def _call_as_images(
         self, key: Any, arguments_key: bytes, input: Tensor, weight: Tensor, bias: Tensor | None
     ) -> Tensor | None:
-        """Compute by a new prepared call on signals, or by a cached one on images of height 1; None if there is none.
+        """The output by a new prepared call on signals, or by a cached one on images of height 1; None without one.
 
-        Calls under autocast and without a batch are cached as calls on images, so they come here every time.
+        A call under autocast, or without a batch, is cached as one on images, so it comes here every time.
         """
         if input.dim() not in (2, 3):
             return None
         call = None
-        # Arguments that are wrong get their error from the functional form, in the words of one axis.
+        # Arguments that are wrong get their error from the functional form, in the words of one axis. It prepares the
+        # call again, so what else goes wrong here, such as a lack of memory, is raised there, too.
         with suppress(TypeError, RuntimeError, ValueError, NotImplementedError):
             if input.dim() == 3:
-                call = plain.store_call(key, plain.prepare_signal(input, weight, bias, self._arguments()))
+                prepare = partial(plain.prepare_signal, input, weight, bias, self._arguments())
+                call = call_cache.find_or_make(key, prepare)
         if call is not None:
-            return call(input, weight, bias)
+            output: Tensor = call(input, weight, bias)
+            return output
         images, kernels = input.unsqueeze(-2), weight.unsqueeze(-2)
         call, _ = plain.find_call(images, kernels, bias, arguments_key)
         return None if call is None else call(images, kernels, bias).squeeze(-2)

@@ -11,12 +11,13 @@ An example on an H200: input ``[32, 256, 16, 16]``, float16 in NCHW, 128 output 
 Estimated device times in microseconds, by algorithm; host times count only where they are longer:
 
                       fused    native    gemm_col2im    direct
-    input's gradient     34        62             46       765
-    weight's gradient    31        84             95       606
-    both in one call      -         -            141         -
+    input_grad         29.8      56.8           45.3     769.6
+    weight_grad        35.8      71.6          111.6     555.3
+    both in one call      -         -          141.2         -
 
-_fastest_pair compares all 16 pairs of the first two rows, and the third row. The best is fused for both: 66 us. By way
-of channels_last the kernels would take 53 us, and three transposes 18 us more: 72 us. So the pair stays as it is.
+_fastest_pair compares all 16 pairs of the first two rows, and what the third row has. (torch's operator has no estimate
+there on Hopper, where one call or two launch the same kernels.) The best is fused for both: 65.6 us. By way of
+channels_last the kernels would take 53.4 us, and three transposes 18.3 us more: 71.7 us. So the pair stays as it is.
 """
 
 from __future__ import annotations
@@ -51,14 +52,11 @@ from gemmconv.selection import (
 class Gradients(NamedTuple):
     """The algorithms of both gradients of a backward pass."""
 
-    input_grad: Algorithm  # input_grad, weight_grad: the algorithms
+    input_grad: Algorithm
     weight_grad: Algorithm
-    # whether both transpose grad_output from channels_last to NCHW, so that one transpose serves both; it does not
-    # count with ``at_once``
-    share: bool
+    share: bool  # whether one transpose of grad_output, from channels_last to NCHW, serves both; ignored if at_once
     at_once: bool = False  # whether one call of an algorithm computes both
-    # whether tensors in NCHW are transposed and computed in channels_last ("turned" in files)
-    via_channels_last: bool = False
+    via_channels_last: bool = False  # whether tensors in NCHW are transposed first; in files of tuned choices "turned"
 
     def choices(self, config: Config, weight_config: Config) -> list[Choice | None]:
         """The kernel and tile of each gradient; a single one if both are computed at once."""
@@ -105,7 +103,8 @@ def choose_pair(config: Config, weight_config: Config, requested: str, where: st
     algorithm = pair.input_grad
     if algorithm is not pair.weight_grad:
         return pair
-    # One call of torch's operator, with the user's own cuDNN settings, computes both.
+    # One call of torch's operator, with the user's own cuDNN settings, computes both. So does one of ours that has an
+    # estimate for it.
     is_call_of_torch = algorithm is NATIVE and not config.deterministic
     return pair._replace(at_once=is_call_of_torch or algorithm.grads_estimate(config, weight_config) < math.inf)
 
@@ -118,15 +117,15 @@ def _tuned_pair(config: Config, weight_config: Config) -> Gradients | None:
     first, second = map(BY_NAME.get, entry.algorithms)
     if first is None or second is None:
         return None
-    share, at_once, turned = (entry.how.get(name, False) for name in ("share", "at_once", "turned"))
-    if turned:  # in files, for via_channels_last
+    share, at_once, via_channels_last = (entry.how.get(name, False) for name in ("share", "at_once", "turned"))
+    if via_channels_last:
         config = weight_config = replace(config, memory_format=torch.channels_last)
     both = replace(config, weight_format=weight_config.memory_format)
     if at_once and first is not NATIVE and first.choice(both, "grads") is None:
         return None
     if not (can_serve(first, config, "input_grad") and can_serve(second, config, "weight_grad")):
         return None
-    return Gradients(first, second, share, at_once, turned)
+    return Gradients(first, second, share, at_once, via_channels_last)
 
 
 def one_by_one(config: Config, weight_config: Config, requested: str, where: str) -> Gradients:
@@ -167,15 +166,19 @@ def _pair_on_other_gpus(config: Config, weight_config: Config, able: tuple[Algor
     pair = on_measured_gpu(config), on_measured_gpu(weight_config)
     seconds_of_torch = Seconds(NATIVE.grads_estimate(*pair), NATIVE.host_seconds(config, "grads"))
     is_faster = _fastest_pair(*pair, ours)[0].waited < clearly_below(config, seconds_of_torch)
-    return _fastest_pair(config, weight_config, ours)[1] if is_faster or NATIVE not in able else pair_of_torch
+    if NATIVE in able and not is_faster:
+        return pair_of_torch
+    return _fastest_pair(config, weight_config, ours)[1]
 
 
 @lru_cache(maxsize=1024)
 def _fastest_pair(config: Config, weight_config: Config, among: tuple[Algorithm, ...]) -> tuple[Seconds, Gradients]:
     """The estimate and the algorithms of both gradients for which a step waits the least, for tensors as they are."""
     inputs, weights = estimates(config, "input_grad", among), estimates(weight_config, "weight_grad", among)
-    saved, host = grad_output_transpose_seconds(config), {one: one.host_seconds(config, "grads") for one in among}
-    found = []
+    saved, found = grad_output_transpose_seconds(config), []
+    # Host times were measured for whole backward passes by one algorithm. A pair counts the longer one, since a pass
+    # is enqueued once, whatever its two gradients are computed by.
+    host = {one: one.host_seconds(config, "grads") for one in among}
     for (first_seconds, first), (second_seconds, second) in itertools.product(inputs, weights):
         share = _share(first, second, config, weight_config)
         seconds = first_seconds.device + second_seconds.device - (saved if share else 0)
@@ -194,7 +197,8 @@ def leaves_all_to_torch(config: Config, requested: str, where: str, of_input: bo
 
     ``of_input`` and ``of_weight`` say which gradients may follow; for the others see :func:`choose`.
     """
-    # A deterministic call of torch's operator is not torch's own: it sets cuDNN's flag.
+    # A deterministic call of torch's operator is not torch's own: it sets cuDNN's flag. So on Hopper nothing is left
+    # to torch in this sense where "auto" is asked for and kernels can be compiled.
     if config.deterministic or choose(config, requested, where) is not NATIVE:
         return False
     if of_input and of_weight:

@@ -35,7 +35,7 @@ from gemmconv.kernels.base import Pass, Precision, why_no_kernels
 from gemmconv.kernels.cpu.library import isa_name
 from gemmconv.ops import plain, volumes
 from gemmconv.ops.autocast import current_dtype
-from gemmconv.ops.call_cache import arguments_key
+from gemmconv.ops.call_cache import arguments_key, find_or_make
 from gemmconv.ops.schemas import Tensors, is_channels_last
 from gemmconv.ops.volumes import DENSE, FEW, Volume
 from gemmconv.selection import NAMES, choose, current_config, rounds_as_asked, torch_precision
@@ -141,17 +141,13 @@ def conv_transpose3d(
             return call(input, weight, bias)
         key = key if are_dense(input, weight, bias) else None
     problem = _checked(3, input, weight, bias, geometry, options)
-    if input.dim() == 4:
 
-        def call(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-            return conv_transpose3d(input.unsqueeze(0), weight, bias, *problem.geometry, **options).squeeze(0)
-
-    elif _is_for_torch(input, weight, bias, problem, algorithm, precision):
-
-        def call(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-            return torch.conv_transpose3d(input, weight, bias, *problem.geometry)
-
-    else:
+    def make() -> volumes.Call:
+        if input.dim() == 4:
+            by = problem.geometry
+            return lambda x, weight, bias: conv_transpose3d(x.unsqueeze(0), weight, bias, *by, **options).squeeze(0)
+        if _is_for_torch(input, weight, bias, problem, algorithm, precision):
+            return lambda input, weight, bias: torch.conv_transpose3d(input, weight, bias, *problem.geometry)
         dtype, last = current_dtype(input), is_channels_last(input) or is_channels_last(weight)
         rounding = precision or torch_precision(dtype, input.device)
         volume = Volume(problem, dtype, input.device, rounding, last, workspace_limit)
@@ -160,9 +156,10 @@ def conv_transpose3d(
             records = torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad)
             way = settled(choose_way(volume, "grads" if records else "forward"), volume, precision, records)
         if key is None:
-            return compute(way, input, weight, bias, volume, options)
-        call = prepare(way, (input, weight, bias), volume, options)
-    plain.store_call(key, call)
+            return lambda input, weight, bias: compute(way, input, weight, bias, volume, options)
+        return prepare(way, (input, weight, bias), volume, options)
+
+    call = find_or_make(key, make)
     return call(input, weight, bias)
 
 

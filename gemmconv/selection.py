@@ -149,11 +149,11 @@ def preference(config: Config, direction: Direction = "forward") -> Sequence[tup
 def _first_on_other_gpus(config: Config, direction: Direction) -> tuple[Algorithm, str]:
     """The first algorithm on a GPU that is not Hopper: torch's operator, unless another is clearly faster.
 
-    Only a Hopper GPU was measured, so both are compared as on that one: see :func:`on_measured_gpu`.
+    Only a Hopper GPU was measured, so both are estimated as if on that one: see :func:`on_measured_gpu`.
     """
-    measured = estimates(on_measured_gpu(config), direction)
-    seconds, first = measured[0]
-    seconds_of_torch = next(seconds for seconds, one in measured if one is NATIVE)
+    on_hopper = estimates(on_measured_gpu(config), direction)
+    seconds, first = on_hopper[0]
+    seconds_of_torch = next(seconds for seconds, one in on_hopper if one is NATIVE)
     if first is not NATIVE and seconds.waited < clearly_below(config, seconds_of_torch):
         return first, "clearly faster than torch's operator: comes first"
     is_known = NATIVE.estimate(config, direction) < math.inf
@@ -162,7 +162,10 @@ def _first_on_other_gpus(config: Config, direction: Direction) -> tuple[Algorith
 
 
 def _order_on_cpu(config: Config, direction: Direction, isa: str) -> list[tuple[Algorithm, str]]:
-    """The order on a CPU with the C extension, by the rule in :mod:`gemmconv.kernels.cpu.estimate`."""
+    """The order on a CPU with the C extension, by the rule in :mod:`gemmconv.kernels.cpu.estimate`.
+
+    Its estimate for torch's operator is divided by ``LEAST_SPEEDUP``, so ``fused`` comes first from that speedup on.
+    """
     ratio, threads = estimate.speedup(config, direction), torch.get_num_threads()
     fused = f"expected at {ratio:.2f} times torch's speed with {isa} and {threads} threads" if ratio else "not measured"
     texts = {"fused": f"{fused}; auto takes it from {estimate.LEAST_SPEEDUP:.2f} on", "native": "torch's operator"}
@@ -187,8 +190,7 @@ def clearly_below(config: Config, seconds_of_torch: Seconds) -> float:
     """The seconds below which one of ours comes before torch's operator on a GPU that is not Hopper.
 
     ``seconds_of_torch`` was measured on Hopper with deterministic kernels. On other GPUs torch may take others, up to
-    twice as fast. So ours must take less than 0.5 of this time in float32 and float64, less than 0.65 in TF32 and 16
-    bits.
+    twice as fast. So ours must take less than a share of this time, which differs by precision.
     """
     share = _CLEARLY_FASTER["half" if config.dtype.itemsize == 2 else config.precision]  # "half" are 16-bit types
     return share * seconds_of_torch.waited if seconds_of_torch.device < math.inf else 0.0
@@ -215,9 +217,9 @@ def choose(config: Config, requested: str, where: str, direction: Direction = "f
             raise NotImplementedError(f'{where}: {named.name}: {reason}; or use algorithm="auto"')
         return named
     if (entry := tuned.entry_of(config, direction)) is not None:
-        measured = BY_NAME.get(entry.algorithms[0])
-        if measured is not None and can_serve(measured, config, direction):
-            return measured
+        fastest = BY_NAME.get(entry.algorithms[0])
+        if fastest is not None and can_serve(fastest, config, direction):
+            return fastest
     for algorithm, _ in preference(config, direction):
         if can_serve(algorithm, config, direction):
             return algorithm

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 import gemmconv
-from gemmconv import pairs
+from gemmconv import pairs, selection
 from gemmconv.algorithms import ALGORITHMS, Config, fold
 from gemmconv.algorithms.direct import Direct
 from gemmconv.algorithms.fused import Fused
 from gemmconv.algorithms.gemm_col2im import GemmCol2im
 from gemmconv.algorithms.native import Native, _Deterministic
-from gemmconv.device import REFERENCE, spec_of
+from gemmconv.device import MEASURED, REFERENCE, spec_of
 from gemmconv.geometry import Problem
 from gemmconv.kernels.layout.transpose import grad_output_transpose_seconds, transpose_seconds
 from gemmconv.pairs import choose_pair
@@ -432,3 +432,24 @@ def test_explain_lists_what_a_pass_compiles(direction, memory_format):
         other = gemmconv.explain(problem, **how, **kind)
         assert other.compilations == ()
         assert "compiles" not in str(other)
+
+
+def test_the_example_of_pairs_has_these_estimates():
+    """The numbers of the module's docstring."""
+    problem = Problem(32, 256, 128, 1, (16, 16), (4, 4), (2, 2), (1, 1))
+    config = selection.current_config(problem, torch.float16, torch.device("cuda", 0), spec=MEASURED)
+    last = replace(config, memory_format=torch.channels_last)
+    for line in pairs.__doc__.splitlines():
+        name, _, values = line.strip().partition(" ")
+        if name in ("input_grad", "weight_grad"):
+            found = [next(one for one in ALGORITHMS if one.name == of).estimate(config, name) for of in ORDER]
+            assert values.split() == [f"{1e6 * seconds:.1f}" for seconds in found]
+    (as_is, pair), (as_last, _) = (pairs._fastest_pair(one, one, ALGORITHMS) for one in (config, last))
+    transposes = pairs.via_channels_last_seconds(config, False)
+    texts = [f"{1e6 * seconds:.1f}" for seconds in (as_is.device, as_last.device, transposes)]
+    assert all(f"{text} us" in pairs.__doc__ for text in texts)
+    assert pair.input_grad.name == pair.weight_grad.name == "fused"
+    assert pairs.choose_pair(config, config, "auto", "test") == pair
+
+
+ORDER = "fused", "native", "gemm_col2im", "direct"  # the columns of the docstring's table

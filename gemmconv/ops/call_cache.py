@@ -18,16 +18,19 @@ _times_cleared = 0
 
 
 def find_or_make(key: Hashable, make: Callable[[], Any]) -> Any:
-    """Return the entry of a key; where there is none, make it and add it.
+    """Return the entry of a key; where there is none, make it and add it, unless it is None.
 
-    An entry is not added if tuned choices changed while it was made, by which it may not be chosen.
+    An entry is not added if tuned choices changed while it was made, by which it may not be chosen. A key that is None
+    stands for a call that is not cached.
     """
+    if key is None:
+        return make()
     entry = entries.get(key)
     if entry is None:
         before = _times_cleared
         entry = make()
         with _lock:
-            if before == _times_cleared:
+            if entry is not None and before == _times_cleared:
                 if len(entries) >= _MOST_ENTRIES:
                     del entries[next(iter(entries))]
                 entries[key] = entry

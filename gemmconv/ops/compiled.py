@@ -50,7 +50,7 @@ _IMAGES: dict[Pass, int] = {"forward": 1, "input_grad": 1, "weight_grad": 2, "gr
 def _forward(input: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> Tensor:
     call, key = plain.find_call(input, weight, bias, marshal.dumps(arguments, 2))
     if call is None:
-        call = plain.store_call(key, plain.prepare(input, weight, bias, arguments))
+        call = find_or_make(key, lambda: plain.prepare(input, weight, bias, arguments))
     return (call or _dispatch("forward", arguments))(input, weight, bias)
 
 
@@ -58,11 +58,11 @@ def _casting(input: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any
     """A call whose kernels cast weight and bias; the dispatcher serves it if gradients are recorded."""
     tensors, parameters = (input, weight, bias), (weight, bias)
     call, key = plain.find_call(*tensors, marshal.dumps((arguments,), 2))  # a tuple, so unlike other calls' keys
-    if call is None and key is not None and are_dense(*tensors) and plain.are_dense_in_memory(parameters):
+    if call is None and key is not None and are_dense(*tensors) and plain.have_no_gaps(parameters):
         recorded = torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in tensors)
         if not recorded and all(one is None or one.dtype is torch.float32 for one in parameters):
             low = input, *(without_data(one, input.dtype) for one in parameters)
-            call = plain.store_call(key, prepare_call("forward", low, None, arguments, _CASTS))
+            call = find_or_make(key, lambda: prepare_call("forward", low, None, arguments, _CASTS))
     return call(*tensors) if call else OPERATORS[_CASTING](*tensors, *arguments)
 
 
@@ -86,7 +86,7 @@ def _volume(input: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any)
     call, key = plain.find_call(input, weight, bias, marshal.dumps(("volume", arguments), 2))
     if call is None and key is not None and are_dense(input, weight, bias):
         volume = volumes.volume_of(input, weight, *arguments)
-        call = plain.store_call(key, volumes.prepare((input, weight, bias), volume, arguments[5]))
+        call = find_or_make(key, lambda: volumes.prepare((input, weight, bias), volume, arguments[5]))
     return call(input, weight, bias) if call else volumes.OPERATOR(input, weight, bias, *arguments)
 
 

@@ -1,7 +1,7 @@
-"""Plain eager calls of conv_transpose2d, past the dispatcher: one look-up in the cache, then the prepared call.
+"""Plain eager calls of conv_transpose2d, past torch's dispatcher: one look-up in the cache, then the prepared call.
 
-functional.py, module.py, rank.py and compiled.py ask :func:`find_call` at every call. For a new signature they store
-the call that :func:`prepare` returns; a layer of signals stores the one that :func:`prepare_signal` returns.
+functional.py, module.py, rank.py and compiled.py ask :func:`find_call` at every call. For a new signature they cache
+the call that :func:`prepare` returns; a layer of signals caches the one that :func:`prepare_signal` returns.
 
 The signature of a call holds all that decides how it is computed: dtypes, shapes and strides of its tensors, its
 arguments, whether gradients are recorded, and the state of this thread: modes, transforms, autocast, profiler,
@@ -23,7 +23,6 @@ from torch.nn import Parameter
 from gemmconv.dispatch import are_dense, in_a_mode
 from gemmconv.ops import call_cache
 from gemmconv.ops.autocast import cast_as_autocast, is_autocasting, is_cacheable
-from gemmconv.ops.call_cache import find_or_make
 from gemmconv.ops.left_to_torch import is_left_to_torch
 from gemmconv.ops.recording import Call, prepare_recording
 from gemmconv.ops.schemas import Arguments, Tensors, without_data
@@ -46,15 +45,10 @@ def find_call(input: Tensor, weight: Tensor, bias: Tensor | None, arguments_key:
     return call_cache.entries.get(key), key
 
 
-def store_call(key: Hashable, call: Call | None) -> Call | None:
-    """Cache the call of a signature, unless another thread has cached one in the meantime, and return it."""
-    if key is not None and call is not None:
-        find_or_make(key, lambda: call)
-    return call
-
-
 def prepare(input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Arguments) -> Call | None:
     """Prepare the call on these tensors. Returns None if the dispatcher has to serve it, for its mode or its tensors.
+
+    Callers have asked is_left_to_torch before: where torch's operator serves all passes, they call that.
 
     Args:
         input, weight, bias: the input may be without a batch.
@@ -76,7 +70,8 @@ def _prepare_autocast(tensors: Tensors, arguments: Arguments) -> Call:
     if not casts_parameters(tensors, dtype):
         call = prepare_recording(tuple(map(cast, tensors)), arguments)
         return lambda input, weight, bias: call(cast(input), cast(weight), cast(bias))
-    # The call takes float32 parameters and casts them. It is prepared with stand-ins without data in autocast's dtype.
+    # The call takes float32 parameters and casts them, so its kernels are chosen for the casts. Stand-ins have shapes
+    # and strides of the casts, and no data. Only dtypes and flags of the parameters are read; the call keeps neither.
     input, *parameters = tensors
     stand_ins = cast(input), *(without_data(one, dtype) for one in parameters)
     casting = prepare_recording(stand_ins, arguments, parameters=tuple(parameters))
@@ -86,7 +81,7 @@ def _prepare_autocast(tensors: Tensors, arguments: Arguments) -> Call:
 def prepare_signal(input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Arguments) -> Call | None:
     """Prepare a call on a batch of signals as images of height 1; None if the dispatcher serves it, or under autocast.
 
-    Callers of :func:`prepare` have ruled out torch's operator before; this function may return a call of it.
+    Unlike :func:`prepare` it asks is_left_to_torch itself, and may return a call of torch's operator.
 
     Args:
         input, weight, bias: ``[N, C_in, L]``, ``[C_in, C_out/groups, K]`` and ``[C_out]``, not checked.
@@ -105,8 +100,17 @@ def prepare_signal(input: Tensor, weight: Tensor, bias: Tensor | None, arguments
 def casts_parameters(tensors: Tensors, dtype: torch.dtype) -> bool:
     """Whether a call casts weight and bias to autocast's ``dtype`` by a launch of its own; if not, torch casts them.
 
-    autograd does not see a cast of ours: the backward pass gives its gradient to the parameter itself. That is right
+    autograd does not see our cast: our backward pass writes the gradient of the float32 parameter itself. That is right
     for a leaf. Any other tensor that needs a gradient has to be cast by torch, so that its graph holds the cast.
+    Autocast keeps casts of leaves that need gradients ("cacheable") for later calls of its block; a call of ours keeps
+    both of its casts there or none. So, if nothing else forbids it:
+
+        weight and bias     gradients recorded    without
+        all cacheable       ours, kept            ours, kept
+        none cacheable      torch's               ours, not kept
+        one of two          torch's               torch's
+
+    ("none" and recorded is ours, too, if neither needs a gradient.)
     """
     input, *parameters = (one for one in tensors if one is not None)
     # The kernel that casts, csrc/layout/cast.cu, reads float32 and writes 16 bits. Autocast casts no float64 input.
@@ -115,12 +119,11 @@ def casts_parameters(tensors: Tensors, dtype: torch.dtype) -> bool:
     if any(one.dtype != torch.float32 for one in parameters):
         return False
     # The kernel reads memory without gaps, so that a cast has the strides of its tensor.
-    if not are_dense_in_memory(parameters):
+    if not have_no_gaps(parameters):
         return False
     # A cast is used again as long as the version of its tensor is the same. Tensors of inference mode have no version.
     if any(one.is_inference() for one in parameters):
         return False
-    # Autocast keeps casts of leaves for later calls of its block. A call of ours keeps both of its casts or none.
     cacheable = [is_cacheable(one) for one in parameters]
     if all(cacheable):
         return True
@@ -128,7 +131,7 @@ def casts_parameters(tensors: Tensors, dtype: torch.dtype) -> bool:
     return not any(cacheable) and not is_recorded
 
 
-def are_dense_in_memory(parameters: Sequence[Tensor | None]) -> bool:
+def have_no_gaps(parameters: Sequence[Tensor | None]) -> bool:
     """Whether each tensor fills its memory in NCHW or NHWC order, so that a cast of this memory keeps the strides."""
     return all(
         one is None or one.is_contiguous() or (one.dim() == 4 and one.is_contiguous(memory_format=torch.channels_last))
