@@ -14,12 +14,12 @@
  *   S=2 P=1 K=3 D=1, o=3:  k=0 -> i=2;  k=1 -> no;  k=2 -> i=1
  *   S=5 P=1 K=3 D=2, o=2:  3, 1, -1 are no multiples of 5: no tap at all, the output is the bias
  *
- * Outputs thus fall into S phases, here (o + P) mod S, elsewhere o mod S; those of a phase read the same taps. A thread
- * owns a cell of CELL_ROWS x CELL_W outputs, which need not be S x S as elsewhere. With CELL_W = STRIDE_W that is one
- * output of every phase across a row: outputs j*S .. j*S + S-1 read around input j, so a warp reads each tap's row at
- * consecutive addresses, and which taps an output of the cell has is known when compiling. For strides too wide for
- * that, CELL_W = 1 and the phase across a row is found at run time, as that down the rows always is. Either way every
- * value of the columns is read at most once.
+ * Outputs with the same residue (o + P) mod S read the same taps. A thread owns a cell of CELL_ROWS x CELL_W outputs (in
+ * this file; cells of other kernels are S x S). With CELL_W = STRIDE_W that is one output of every residue across a row:
+ * outputs j*S .. j*S + S-1 read around input j, so a warp reads each tap's row at consecutive addresses, and which taps
+ * an output of the cell has is known when compiling: position_w below depends on s alone. For strides too wide for that,
+ * CELL_W = 1 and the residue across a row is found at run time, as that down the rows always is. Either way every value
+ * of the columns is read at most once.
  *
  * A thread of the first case (S=2 P=1 K=3 D=1 on both axes, 4 inputs a row), j=1, at output row 3, so outputs 2 and 3:
  *
@@ -57,7 +57,7 @@ using accumulate_t = accumulator_t<OUTPUT_T>;
 constexpr bool kVectorCell = CELL_W == 2 || CELL_W == 4;
 struct alignas(kVectorCell ? CELL_W * sizeof(OUTPUT_T) : sizeof(OUTPUT_T)) cell_t { OUTPUT_T value[CELL_W]; };
 
-/* First tap that reaches position o + P of an axis; the kernel size or more where none does.
+/* First tap that reaches position o + P of an axis; the kernel size or more where none does, which callers must check.
  * The next ones are kStep = S / gcd(S, D) apart, the least step for which S divides step * D.
  */
 template <int KERNEL, int STRIDE, int DILATION>
@@ -74,7 +74,7 @@ __device__ __forceinline__ int first_tap(int position) {
 constexpr int kStepD = tap_step(STRIDE_D, DILATION_D);
 constexpr int kStepH = tap_step(STRIDE_H, DILATION_H);
 constexpr int kStepW = tap_step(STRIDE_W, DILATION_W);
-constexpr int kTapsD = ceil_div(KERNEL_D, kStepD);  // most taps that any phase has
+constexpr int kTapsD = ceil_div(KERNEL_D, kStepD);  // most taps that any residue has
 constexpr int kTapsH = ceil_div(KERNEL_H, kStepH);
 constexpr int kTapsW = ceil_div(KERNEL_W, kStepW);
 
@@ -109,7 +109,7 @@ extern "C" __global__ void __launch_bounds__(256) columns_col2im_kernel(const __
         #pragma unroll
         for (int s = 0; s < CELL_W; ++s) sum[s] = bias;
 
-        // Load and add: every tap of the row's phase, for every output of the cell in this row.
+        // Load and add: every tap of the row's residue, for every output of the cell in this row.
         #pragma unroll kUnrollRows
         for (int t = 0; t < kTapsD * kTapsH; ++t) {
             const int td = kIsVolume ? t / kTapsH : 0;

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from gemmconv.kernels.program import Program
 
 Direction = Literal["forward", "input_grad", "weight_grad"]  # what a user may ask for
-# What a kernel may compute; "grads" is both gradients in one call. Arguments named ``direction`` are one or the other.
+# What a kernel may compute; "grads" is both gradients in one call. An argument ``direction: Direction`` cannot be that.
 Pass = Literal["forward", "input_grad", "weight_grad", "grads"]
 PASSES: tuple[Pass, ...] = get_args(Pass)
 Precision = Literal["ieee", "tf32"]
@@ -184,10 +184,11 @@ class Kernel(ABC):
 
     def why_not_device(self, config: Config) -> str | None:
         """What the device, or the software of this machine, lacks for the kernel, as a clause; None for nothing."""
+        # Without features the least capability is 8.0; with them it is theirs, below.
         reason = missing_software(config.device) if self.features else why_no_kernels(config.device, config.spec)
         if reason is None and not self.features <= config.spec.features:
             major, minor = config.spec.capability
-            return f"the device must have compute capability 9.0, got {major}.{minor}"
+            return f"the device must have compute capability 9.0, got {major}.{minor}"  # all features are Hopper's
         return reason
 
     def why_not_sizes(self, config: Config, direction: Pass) -> str | None:

@@ -2,7 +2,8 @@
 
 A program lists its operands with their formats, its outputs, regions of scratch memory, and its steps: kernel launches,
 matrix products, memory that is cleared. It may be pickled: it holds no tensor, no kernel and no function.
-:mod:`gemmconv.kernels.bind` runs it. As text, ``gemm_col2im`` for ``[8, 64, 32, 32]`` by ``[64, 32, 4, 4]`` is:
+:mod:`gemmconv.kernels.bind` runs it. As text, ``gemm_col2im`` for ``[8, 64, 32, 32]`` by ``[64, 32, 4, 4]``, float16,
+stride 2, is:
 
     (input, weight, bias) -> output, by way of columns (16777216 bytes)
       cuBLAS, 8 products of 1024 x 512 x 64
@@ -69,8 +70,8 @@ class TensorMapSpec:
 
 
 # A pointer to an operand, an output or a region, a null pointer, a tensor map, or a constant.
-Field = str | At | None | TensorMapSpec | int | ByFormat
-Params = Mapping[str, Field | tuple[Field, ...]]
+ParamValue = str | At | None | TensorMapSpec | int | ByFormat
+Params = Mapping[str, ParamValue | tuple[ParamValue, ...]]
 # By the type of a field: its format in ``struct``, bytes, alignment. Pointers and tensor maps are slots: zeros ("8x" is
 # eight bytes of padding), which are filled when a call has its tensors.
 _INT, _POINTER = ("i", 4, 4), ("8x", 8, 8)
@@ -88,7 +89,7 @@ class Launch:
     # the fields of its params struct in order; their C types follow from the values, an int's is 32 bits and a
     # :class:`Long`'s 64. Names are written as in C, for who compares them: ``"n"`` has a value, ``"a, b"`` and
     # ``"x[3]"`` have tuples of two and three. The emulator of the tests compares the size with that of the struct in
-    # the kernel's source.
+    # the kernel's source; that two fields of one type are in the right order, only results show.
     params: Params
     shared_bytes: int = 0  # bytes of dynamic shared memory
     # whether it may begin before the previous launch ends (PDL): see gemmconv/runtime/launch.py.
@@ -133,7 +134,7 @@ class Launch:
         if not names:
             return self
 
-        def new(value: Field) -> Field:
+        def new(value: ParamValue) -> ParamValue:
             if isinstance(value, At | TensorMapSpec):
                 return replace(value, tensor=names.get(value.tensor, value.tensor))
             return names.get(value, value) if isinstance(value, str) else value
@@ -344,7 +345,7 @@ def clearing(config: Config, output: Output) -> Zero:
     return Zero(output.name, math.prod(output.shape) * config.dtype.itemsize)
 
 
-def weight_strides(problem: Problem) -> dict[str, Field]:
+def weight_strides(problem: Problem) -> dict[str, ParamValue]:
     """Strides of a weight in elements, in either format: between output channels of a group, and between taps."""
     return {"weight_channel": ByFormat(problem.taps, 1), "weight_tap": ByFormat(1, problem.group_out_channels)}
 
@@ -361,5 +362,8 @@ def reciprocal(divisor: int) -> Long:
 
 
 def small_reciprocal(divisor: int) -> int:
-    """The factor of `divided_small` in numeric/divide.cuh: for divisors from 3 on, with dividend * divisor < 2**32."""
+    """The factor of `divided_small` in numeric/divide.cuh: for divisors from 3 on, with dividend * divisor < 2**32.
+
+    For 1 and 2 the factor is no 32-bit int.
+    """
     return -(-(1 << 32) // divisor)
