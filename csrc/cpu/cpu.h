@@ -72,6 +72,7 @@ typedef struct {
     void (*col2im)(const layer_t*, const void* columns, const void* bias, void* image, i64 ring, const i64* rows,
                    int threads);
     void (*im2col)(const layer_t*, const void* image, void* columns, const i64* rows, int threads);
+    uint64_t (*checksum)(const void* start, i64 bytes, int threads);
 } kernels_t;
 
 /* Calls work(context, item, worker) for every item, on at most `threads` threads of torch's; workers count from 0. */

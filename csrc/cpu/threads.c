@@ -7,28 +7,38 @@
 #include <string.h>
 #include <sys/mman.h>
 
-typedef void (*gomp_parallel_t)(void (*)(void*), void*, unsigned threads, unsigned flags);
-typedef struct { work_t work; void* context; i64 items; _Atomic i64 next; _Atomic int workers; } loop_t;
+typedef void (*parallel_t)(void (*)(void*), void*, unsigned threads, unsigned flags);
+typedef int (*number_t)(void);
+typedef struct { work_t work; void* context; i64 items; int parts; number_t number; _Atomic i64* next; } loop_t;
 
-/* The entry of the OpenMP runtime that torch is linked to, so that no second one is loaded: GNU's, or the equal one of
- * LLVM's or Intel's. NULL if there is none; then one thread does all work. */
-static gomp_parallel_t torchs_parallel(void) {
-    static _Atomic(gomp_parallel_t) found;
-    void* torch = found ? NULL : dlopen("libtorch_cpu.so", RTLD_LAZY | RTLD_NOLOAD);
-    if (torch) found = (gomp_parallel_t)dlsym(torch, "GOMP_parallel");
-    return found;
+/* A function of the OpenMP runtime that torch is linked to, so that no second one is loaded: GNU's, or the equal one of
+ * LLVM's or Intel's. NULL if there is none. */
+static void* of_torchs_openmp(const char* name) {
+    void* torch = dlopen("libtorch_cpu.so", RTLD_LAZY | RTLD_NOLOAD);
+    return torch ? dlsym(torch, name) : NULL;
 }
 
+/* Each thread has a part of the items, the same in every call, and then takes what is left of the others': neighbours
+ * write the same cache lines, and what a thread has used lies in its own cache. */
 static void run(void* argument) {
     loop_t* loop = argument;
-    const int worker = atomic_fetch_add(&loop->workers, 1);
-    for (i64 item; (item = atomic_fetch_add(&loop->next, 1)) < loop->items;) loop->work(loop->context, item, worker);
+    const int worker = loop->parts > 1 ? loop->number() : 0;
+    for (int i = worker; i < worker + loop->parts; ++i) {
+        const i64 part = i % loop->parts, end = (part + 1) * loop->items / loop->parts;
+        for (i64 item; (item = atomic_fetch_add(&loop->next[part], 1)) < end;) loop->work(loop->context, item, worker);
+    }
 }
 
 void parallel_for(i64 items, int threads, work_t work, void* context) {
-    loop_t loop = {.work = work, .context = context, .items = items};
-    const gomp_parallel_t parallel = threads > 1 && items > 1 ? torchs_parallel() : NULL;
-    if (parallel) parallel(run, &loop, (unsigned)threads, 0);  /* all: of a smaller team GNU's lets the others end */
+    static _Atomic(parallel_t) parallel;
+    static _Atomic(number_t) number;
+    if (!parallel) number = (number_t)of_torchs_openmp("omp_get_thread_num");
+    if (!parallel && number) parallel = (parallel_t)of_torchs_openmp("GOMP_parallel");
+    const int parts = parallel && items > 1 ? threads : 1;
+    _Atomic i64 next[parts];
+    loop_t loop = {work, context, items, parts, number, next};
+    for (int i = 0; i < parts; ++i) next[i] = i * items / parts;
+    if (parts > 1) parallel(run, &loop, (unsigned)threads, 0);  /* all: of a smaller team GNU's lets the others end */
     else run(&loop);
 }
 
@@ -57,31 +67,4 @@ __attribute__((visibility("default"))) const kernels_t* gemmconv_cpu_kernels(con
     if (!strcmp(isa, "neon")) return is_double ? &portable_double : &portable_float;
 #endif
     return strcmp(isa, "portable") ? NULL : is_double ? &portable_double : &portable_float;
-}
-
-enum { kChecked = 8192 };  /* words of an item */
-typedef uint64_t word_t __attribute__((aligned(1), may_alias));
-typedef struct { const word_t* words; i64 count; _Atomic uint64_t sum; } checksum_t;
-
-static void checksum_item(void* context, i64 item, int worker) {
-    checksum_t* call = context;
-    const word_t* words = call->words + item * kChecked;
-    const i64 left = call->count - item * kChecked, count = MIN(left, kChecked);
-    uint64_t sums[8] = {0}, sums_of_sums[8] = {0}, all = 0;  /* as Fletcher's: what is moved changes it too */
-    for (i64 i = 0; i < count; ++i) {  /* a product of a word's halves: signs alone, of two values, do not cancel */
-        const uint64_t word = words[i] ^ (0x9e3779b97f4a7c15u * (uint64_t)(i % 8 + 1));
-        sums[i % 8] += words[i] + (word & 0xffffffff) * (word >> 32);
-        sums_of_sums[i % 8] += sums[i % 8];
-    }
-    for (int l = 0; l < 8; ++l) all = (all * 0x9e3779b97f4a7c15u + sums[l]) * 0xbf58476d1ce4e5b9u + sums_of_sums[l];
-    atomic_fetch_add(&call->sum, (all ^ all >> 29) * (2 * (uint64_t)item + 0x94d049bb133111ebu));
-}
-
-/* A checksum of memory that does not depend on the number of threads. */
-__attribute__((visibility("default"))) uint64_t gemmconv_cpu_checksum(const void* start, i64 bytes, int threads) {
-    checksum_t call = {.words = start, .count = bytes / 8};
-    uint64_t rest = 0;
-    memcpy(&rest, (const char*)start + call.count * 8, (size_t)(bytes % 8));
-    parallel_for(CEIL_DIV(call.count, kChecked), threads, checksum_item, &call);
-    return call.sum + rest * 0xd6e8feb86659fd93u;
 }

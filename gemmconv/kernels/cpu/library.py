@@ -54,6 +54,7 @@ _Kernels = _struct(
     ("direct", ctypes.CFUNCTYPE(None, _pointer, _int, *[_pointer] * 4, _int)),
     ("col2im", ctypes.CFUNCTYPE(None, *[_pointer] * 4, _long, _pointer, _int)),
     ("im2col", ctypes.CFUNCTYPE(None, *[_pointer] * 4, _int)),
+    ("checksum", ctypes.CFUNCTYPE(ctypes.c_uint64, _pointer, _long, _int)),
 )
 
 
@@ -63,8 +64,6 @@ def _library() -> Any | None:
         return None
     library = ctypes.CDLL(built.__file__)
     library.gemmconv_cpu_kernels.restype = ctypes.POINTER(_Kernels)
-    library.gemmconv_cpu_checksum.argtypes = (_pointer, _long, _int)
-    library.gemmconv_cpu_checksum.restype = ctypes.c_uint64
     return library
 
 
@@ -93,9 +92,8 @@ def kernels_for(dtype: torch.dtype) -> Any:
 
 def checksum(tensor: torch.Tensor) -> int:
     """A number that changes with the contents of a contiguous tensor."""
-    library: Any = _library()
     size = tensor.numel() * tensor.element_size()
-    return int(library.gemmconv_cpu_checksum(tensor.data_ptr(), size, torch.get_num_threads()))
+    return int(kernels_for(torch.float32).checksum(tensor.data_ptr(), size, torch.get_num_threads()))
 
 
 def integers(values: Iterable[int]) -> np.ndarray[Any, Any]:
