@@ -114,6 +114,7 @@ TARGET static void pack_block(void* context, i64 item, int worker) {
     const conv_t* p = call->p;
     const i64 block = item % p->blocks, channels = p->source.channels, kind = p->target.kind;
     const i64 left = p->target.channels - block * p->block;  /* channels of this block: the last may have fewer */
+    const i64 height = tile_rows(p->rows);
     const i64 from = item / p->blocks * p->weight_group + block * p->block * p->weight_target;
     real* packed = call->packed + item / p->blocks * p->packed;
     for (i64 c = 0; c < channels; ++c) {
@@ -123,15 +124,15 @@ TARGET static void pack_block(void* context, i64 item, int worker) {
             const i64 first = c / step * step, count = MIN(step, channels - first);
             real* to = packed + packed_at(p, i) + block * packed_values(p, i, i + 1);
             to += (first * entries + c - first) * kRows;
-            for (i64 row = 0; row < p->rows; row += kRows, to += entries * channels * kRows)
+            for (i64 row = 0; row < p->rows; row += height, to += entries * channels * kRows)
                 for (i64 e = 0; e < entries; ++e) {
                     const i64* tap = p->tap + (p->first[i] + e) * p->rows + row;
                     real* values = to + e * count * kRows;
-                    if (!kind && !p->checked && left >= p->block && p->rows - row >= kRows)
+                    if (!kind && !p->checked && left >= p->block && height == kRows && p->rows - row >= kRows)
                         for (int r = 0; r < kRows; ++r) values[r] = ((const real*)weight)[tap[r]];
                     else for (int r = 0; r < kRows; ++r) {
-                        const int is_there = row + r < p->rows && (row + r) % p->block < left && tap[r] >= 0;
-                        values[r] = is_there ? widened(kind, weight, tap[r]) : 0;
+                        const int is_there = r < height && row + r < p->rows && (row + r) % p->block < left;
+                        values[r] = is_there && tap[r] >= 0 ? widened(kind, weight, tap[r]) : 0;
                     }
                 }
         }

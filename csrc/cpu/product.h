@@ -57,20 +57,25 @@ INLINE i64 channels_at_once(i64 entries, i64 channels) {
     return MAX(1, MIN(channels, kLongestSum / MAX(1, entries)));
 }
 
+/* Rows of a tile. As few tiles as hold all rows have even shares: low tiles load more than they multiply. */
+INLINE i64 tile_rows(i64 rows) { return CEIL_DIV(rows, CEIL_DIV(rows, kRows)); }
+
 /* Sums of `rows` rows of each of `blocks` blocks, for `count` cells. Packed weights of blocks lie weight_step apart, as
  * [tile of rows][channels at once][entries][channels][kRows]; sums `sums_step` apart. A tile's part of the planes is
  * read from the L2 cache once, and serves all blocks from L1. */
 TARGET static void product(i64 blocks, i64 rows, i64 count, i64 entries, i64 channels,
                            const real* weight, i64 weight_step, const real* planes, const i64* at,
                            i64 plane_step, real* sums, i64 sums_step, i64 ld) {
-    const i64 step = channels_at_once(entries, channels);
+    const i64 step = channels_at_once(entries, channels), all = CEIL_DIV(count, kLanes), height = tile_rows(rows);
     for (i64 c = 0; c < channels; c += step)
-        for (i64 j = 0; j < count; j += kTile)
+        for (i64 v = 0, vectors; v < all; v += vectors) {
+            vectors = CEIL_DIV(all - v, CEIL_DIV(all - v, kVectors));
             for (i64 block = 0; block < blocks; ++block)
-                for (i64 row = 0; row < rows; row += kRows) {
-                    const real* terms = weight + block * weight_step + (row * channels + c * kRows) * entries;
-                    tile_of(MIN(kRows, rows - row), MIN(kVectors, CEIL_DIV(count - j, kLanes)), entries,
-                            MIN(step, channels - c), terms, planes + c * plane_step + j, at, plane_step,
-                            sums + block * sums_step + row * ld + j, ld, c == 0);
+                for (i64 row = 0; row < rows; row += height) {
+                    const real* terms = weight + block * weight_step + (row / height * channels + c) * entries * kRows;
+                    tile_of(MIN(height, rows - row), vectors, entries, MIN(step, channels - c), terms,
+                            planes + c * plane_step + v * kLanes, at, plane_step,
+                            sums + block * sums_step + row * ld + v * kLanes, ld, c == 0);
                 }
+        }
 }

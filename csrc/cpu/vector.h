@@ -82,41 +82,52 @@ INLINE void gather_row(i64 kind, const void* from, i64 stride, i64 count, real* 
     else gather_by(kWide, from, stride, count, to);
 }
 
-/* Vector w of the sequence that interleaves `stride` rows: value i is rows[i % stride][i / stride]. Its initial value is
- * overwritten; it is not the first row, because GCC 12 compiles a shuffle of eight doubles with themselves to a
- * different one. */
+/* Vector w of the sequence that interleaves `stride` rows: value i is rows[i % stride][i / stride]. */
 INLINE vec interleaved(const real* rows, i64 step, const int stride, const int w) {
-    vec made = load(rows + (stride - 1) * step);
+    vec made = load(rows);
     UNROLL
-    for (int c = 0; c < stride; ++c) {
+    for (int c = 1; c < stride; ++c) {
+        const vec row = load(rows + c * step);
 #ifdef __clang__  /* which has shuffles of constants alone */
-        for (int l = 0; l < kLanes; ++l)
-            if ((w * kLanes + l) % stride == c) made[l] = rows[c * step + (w * kLanes + l) / stride];
+        const vec others = made;
+        for (int l = 0; l < kLanes; ++l) {
+            const int i = w * kLanes + l;
+            made[l] = i % stride == c ? row[i / stride] : others[c == 1 ? i / stride : l];
+        }
 #else
         lanes from = {0};
         UNROLL
         for (int l = 0; l < kLanes; ++l) {
             const int i = w * kLanes + l;
-            from[l] = i % stride == c ? kLanes + i / stride : l;
+            from[l] = i % stride == c ? kLanes + i / stride : c == 1 ? i / stride : l;
         }
-        made = __builtin_shuffle(made, load(rows + c * step), from);
+        made = __builtin_shuffle(made, row, from);
 #endif
     }
     return made;
 }
 
+INLINE void interleave_cells(const int stride, const real* rows, i64 step, real bias, real* target) {
+    UNROLL
+    for (int w = 0; w < stride; ++w) store(target + w * kLanes, interleaved(rows, step, stride, w) + bias);
+}
+
 INLINE void interleave_by(const int stride, const real* rows, i64 step, real bias, i64 from, i64 to, real* target) {
     const i64 whole = to / stride;  /* cells, all of whose classes are wanted */
+    real part[8 * kLanes];
     i64 i = from;
     for (; i % stride && i < to; ++i) target[i] = rows[i % stride * step + i / stride] + bias;
-    for (i64 cell = i / stride; whole - i / stride >= kLanes && cell < whole; cell += kLanes) {
-        cell = MIN(cell, whole - kLanes);  /* the last cells perhaps twice */
-        UNROLL
-        for (int w = 0; w < stride; ++w)
-            store(target + cell * stride + w * kLanes, interleaved(rows + cell, step, stride, w) + bias);
+    if (i >= to) return;
+    if (whole - i / stride < kLanes) {  /* too short for a vector in place */
+        interleave_cells(stride, rows + i / stride, step, bias, part);
+        memcpy(target + i, part, sizeof(real) * (size_t)(to - i));
+        return;
     }
-    if (whole - i / stride >= kLanes) i = whole * stride;
-    for (; i < to; ++i) target[i] = rows[i % stride * step + i / stride] + bias;
+    for (i64 cell = i / stride; cell < whole; cell += kLanes) {
+        cell = MIN(cell, whole - kLanes);  /* the last cells perhaps twice */
+        interleave_cells(stride, rows + cell, step, bias, target + cell * stride);
+    }
+    for (i = whole * stride; i < to; ++i) target[i] = rows[i % stride * step + i / stride] + bias;
 }
 
 /* target[i] = rows[i % stride][i / stride] + bias for i in [from, to): rows of classes become a row of the image. */
