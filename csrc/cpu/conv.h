@@ -155,8 +155,7 @@ TARGET static void conv_item(void* context, i64 item, int worker) {
     const conv_t* p = call->p;
     const i64 split = item % p->splits, band = item / p->splits % p->bands, group = item / p->splits / p->bands;
     const i64 channels = p->source.channels, ld = p->strip + kTile, sums_step = p->products * p->rows * ld;
-    const i64 *pitch = p->target.pitch, total = p->target.batch * pitch[0] * pitch[1] * pitch[2];
-    const i64 start = band * p->band, end = MIN(total, start + p->band), entries = p->first[p->jobs * p->products];
+    const i64 start = band * p->band, end = MIN(p->total, start + p->band), entries = p->first[p->jobs * p->products];
     const i64 units = p->jobs * p->blocks, last = (split + 1) * units / p->splits;
     real *planes = (real*)(call->scratch + worker * call->bytes), *sums = planes + channels * p->planes * p->plane;
     real* line = sums + p->at_once * sums_step;

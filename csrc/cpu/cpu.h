@@ -33,7 +33,7 @@ typedef struct {
     i64 groups, cells[3];              /* cells of the target along each axis */
     i64 low, high;                     /* least and greatest shift, in numbers of cells */
     i64 jobs, products, block, rows;   /* products of a job; channels of a block; rows of a product */
-    i64 blocks, splits, bands;         /* blocks of a group; parts of the work on a band; bands of all cells */
+    i64 blocks, splits, total, bands;  /* blocks of a group; parts of the work on a band; all cells, and their bands */
     i64 band, strip, at_once, planes;  /* cells of a band and of a strip; blocks at once; classes of the source */
     i64 plane;                         /* values from one staged plane to the next */
     i64 weight_group, weight_source, weight_target;  /* strides of the weight: of groups and of channels */

@@ -91,10 +91,10 @@ class Table:
         """Classes of the target."""
         return math.prod(axis.target_step for axis in self.axes)
 
-    @property
-    def cells(self) -> int:
-        """Cells of an image, including the padding between its rows."""
-        return math.prod(axis.pitch for axis in self.axes)
+    def cells(self, batch: int) -> int:
+        """Cells of images, including the padding between their rows, up to the last that is wanted."""
+        pitches = [axis.pitch for axis in self.axes]
+        return max(1, (batch - 1) * math.prod(pitches) + 1 + _flat((axis.cells - 1 for axis in self.axes), pitches))
 
     @property
     def entries(self) -> list[Entry]:

@@ -19,6 +19,7 @@ import torch
 from gemmconv.kernels.base import FORMAT_NAMES, Config, Pass
 from gemmconv.kernels.cpu.correlation import table_of
 from gemmconv.kernels.cpu.library import isa_name, kernels_for
+from gemmconv.kernels.integers import up_to_multiple
 
 _ROWS = Path(__file__).with_name("speedup.json")
 LEAST_SPEEDUP = 1.4  # expected speedup from which the implicit product is taken; the rule's error can exceed it
@@ -45,15 +46,17 @@ def cycles(config: Config, is_gradient: bool, together: bool) -> float:
         channels, targets = targets, channels
     table, blocks = table_of(p, is_gradient, together), -(-targets // kernels.rows)
     rows, vectors = -(-targets // blocks) * (table.classes if together else 1), kernels.vectors
-    tiles = [kernels.rows] * (rows // kernels.rows) + [rows % kernels.rows] * (rows % kernels.rows > 0)
-    of_term = sum(max(count * vectors / 2, (1.5 * vectors + count + 1) / 2) for count in tiles)
-    terms = sum(map(len, table.products)) * channels * blocks * p.groups
-    return terms * of_term * p.batch * table.cells / (vectors * kernels.lanes)
+    tiles, cells = -(-rows // kernels.rows), up_to_multiple(table.cells(p.batch), kernels.lanes)
+    of_term = max(rows * vectors / 2, ((1.5 * vectors + 1) * tiles + rows) / 2)
+    return sum(map(len, table.products)) * channels * blocks * p.groups * of_term * cells / (vectors * kernels.lanes)
 
 
 def is_together(config: Config) -> bool:
-    """Whether a forward pass takes fewer cycles with all classes of a cell as rows of one product."""
-    return cycles(config, False, True) <= cycles(config, False, False)
+    """Whether a forward pass takes about as few cycles with all classes of a cell as rows of one product.
+
+    Rows of one product read the same cells: dcgan's layer of 128 channels is faster so, though it takes 3% more cycles.
+    """
+    return cycles(config, False, True) <= 1.1 * cycles(config, False, False)
 
 
 def _least_cycles(config: Config, direction: Pass) -> float:

@@ -97,7 +97,7 @@ class _Correlation:
         weight_strides = [sizes[1][0] * p.taps, p.taps]  # of input and of output channels
         weight_source, weight_target = reversed(weight_strides) if is_gradient else weight_strides
         tile = kernels.lanes * kernels.vectors
-        band, bands, splits = _cut(config, table, channels * planes, targets, jobs * blocks, threads, tile)
+        band, bands, splits = _cut(config, table, channels * planes, targets, jobs * blocks, threads, kernels.lanes)
         fitting = _SUMS_BYTES // itemsize // (rows * products * tile)
         strip = max(1, min(-(-band // tile), _STRIP // tile, fitting)) * tile
         at_once = max(1, min(blocks, _SUMS_BYTES // itemsize // (rows * products * strip)))
@@ -121,7 +121,8 @@ class _Correlation:
             _view(config, target_shape, targets, axes, True, config.channels_last),
             p.groups,
             tuple(axis.cells for axis in axes),
-            *(low, high, jobs, products, block, rows, blocks, splits, bands, band, strip, at_once, planes, plane),
+            *(low, high, jobs, products, block, rows, blocks, splits, table.cells(p.batch), bands),
+            *(band, strip, at_once, planes, plane),
             *(channels * targets * p.taps, weight_source, weight_target, packed_values),
             *(one.ctypes.data for one in self._arrays),
             pairs,
@@ -131,9 +132,11 @@ class _Correlation:
 
 
 def _cut(
-    config: Config, table: Table, planes: int, targets: int, units: int, threads: int, tile: int
+    config: Config, table: Table, planes: int, targets: int, units: int, threads: int, lanes: int
 ) -> tuple[int, int, int]:
     """The cut with the least estimate: cells of a band, number of bands, and parts that share the units of a band.
+
+    Threads start apart and take items as they go, so the last item is taken to run while all other threads are idle.
 
     Args:
         config, table: the pass.
@@ -141,22 +144,23 @@ def _cut(
         targets: channels of the target.
         units: units of work in a band; a part stages the whole band and computes some of them.
         threads: threads that share the work.
-        tile: cells of a register tile.
+        lanes: cells of a vector.
     """
     low, high = table.shift_range
-    total, span, groups = max(1, config.problem.batch * table.cells), high - low, config.problem.groups
+    total, span, groups = table.cells(config.problem.batch), high - low, config.problem.groups
     terms = sum(map(len, table.products)) * (table.classes if table.together else 1) * planes * targets
     many = planes * targets * max(map(len, table.products)) > _MANY_WEIGHTS
     room = min(_LARGE_BAND_BYTES if many else _BAND_BYTES, config.workspace_limit // threads - _SUMS_BYTES)
     most = max(span, _LEAST_BAND, room // accumulator_dtype(config.dtype).itemsize // planes - span)
-    fewest, rate = -(-total // most), 2 * kernels_for(config.dtype).lanes * estimate.CYCLES
+    fewest, rate = -(-total // most), 2 * lanes * estimate.CYCLES
     best = (math.inf, 1, 1)
     for bands in {min(max(1, total // _LEAST_BAND), fewest * factor) for factor in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)}:
         band = -(-total // bands)
         for splits in {min(units, one) for one in (1, 2, 3, 4, 6, 8, 16, 32)}:
-            computed = (up_to_multiple(band, tile) / rate + _WEIGHT_SECONDS) * terms / splits
-            item = (band + span) * planes * _STAGED_SECONDS + computed + _ITEM_SECONDS
-            best = min(best, (-(-bands * groups * splits // threads) * item, bands, splits))
+            computed = (up_to_multiple(band, lanes) / rate + _WEIGHT_SECONDS) * terms / splits + _ITEM_SECONDS
+            staged = (band + span) * planes * _STAGED_SECONDS  # by each thread that has a part of the band
+            work = bands * groups * (min(splits, threads) * staged + splits * computed)
+            best = min(best, ((work + (threads - 1) * (staged + computed)) / threads, bands, splits))
     band = -(-total // best[1])
     return band, -(-total // band), best[2]
 
@@ -281,7 +285,7 @@ class _Gradient:
         of_input, of_output = p.gemm_k, p.group_out_channels
         input_block = min(of_input, _GRADIENT_CHANNELS)
         grad_block = min(of_output, max(kernels.dot_columns, _GRADIENT_CHANNELS // planes))
-        total, lanes = max(1, p.batch * table.cells), kernels.lanes
+        total, lanes = table.cells(p.batch), kernels.lanes
         room = _BAND_BYTES // itemsize // (input_block + grad_block * planes) - (high - low)
         band = up_to_multiple(min(total, max(room, 8 * lanes, (high - low) // 2)), lanes)
         bands = -(-total // band)
