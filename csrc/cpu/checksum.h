@@ -9,7 +9,7 @@ typedef struct { const char* bytes; i64 count; uint64_t sum; } checksum_t;
 TARGET static void checksum_item(void* context, i64 item, int worker) {
     checksum_t* call = context;
     const char* bytes = call->bytes + item * kChecked;
-    const i64 left = call->count - item * kChecked, count = MIN(left, kChecked);
+    const i64 count = MIN(kChecked, call->count - item * kChecked);
     words key, sums = {0}, sums_of_sums = {0};  /* as Fletcher's: what is moved changes it too */
     uint64_t all = 0;
     for (int l = 0; l < kVectorBytes / 8; ++l) key[l] = 0x9e3779b97f4a7c15u * (uint64_t)(l + 1);
@@ -23,8 +23,7 @@ TARGET static void checksum_item(void* context, i64 item, int worker) {
     }
     for (int l = 0; l < kVectorBytes / 8; ++l)
         all = (all * 0x9e3779b97f4a7c15u + sums[l]) * 0xbf58476d1ce4e5b9u + sums_of_sums[l];
-    all = (all ^ all >> 29) * (2 * (uint64_t)item + 0x94d049bb133111ebu);
-    __atomic_fetch_add(&call->sum, all, __ATOMIC_RELAXED);
+    __atomic_fetch_add(&call->sum, (all ^ all >> 29) * (2 * (uint64_t)item + 0x94d049bb133111ebu), __ATOMIC_RELAXED);
 }
 
 TARGET static uint64_t checksum(const void* start, i64 bytes, int threads) {

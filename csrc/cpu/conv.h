@@ -24,12 +24,9 @@ typedef struct {
 INLINE void set(int* flag) { __atomic_store_n(flag, 1, __ATOMIC_RELAXED); }
 
 TARGET static int is_finite(const real* values, i64 count) {
-    vec sum = {0};
-    i64 i = 0;
-    for (; i + kLanes <= count; i += kLanes) sum += load(values + i) * 0;
-    for (; i < count; ++i) sum[0] += values[i] * 0;
-    for (int l = 1; l < kLanes; ++l) sum[0] += sum[l];
-    return sum[0] == 0;
+    lane_t bad = 0;
+    for (i64 i = 0; i < count; ++i) bad |= values[i] * 0 != 0;
+    return !bad;
 }
 
 /* Writes cells [start, start + count) of channels from `channel` on to planes [channels * classes, plane], zeros where
@@ -96,7 +93,7 @@ TARGET static void store_cells(const conv_t* p, i64 job, i64 channel, i64 channe
             for (int t = 0; t < channels; ++t) {
                 const i64 at = place + t * view->stride[kChannel];
                 interleave(step[2], rows + t * ld, p->block * ld, added[t], from, to, kind ? line : (real*)target + at);
-                if (kind) narrow_row(kind, target, at, line, from, to);
+                if (kind) for (i64 i = from; i < to; ++i) narrow(kind, target, at + i, line[i]);
             }
         }
     }
@@ -112,10 +109,9 @@ INLINE i64 packed_at(const conv_t* p, i64 product) { return p->blocks * packed_v
 TARGET static void pack_block(void* context, i64 item, int worker) {
     conv_call_t* call = context;
     const conv_t* p = call->p;
-    const i64 block = item % p->blocks, channels = p->source.channels, kind = p->target.kind;
+    const i64 block = item % p->blocks, channels = p->source.channels, height = tile_rows(p->rows);
     const i64 left = p->target.channels - block * p->block;  /* channels of this block: the last may have fewer */
-    const i64 height = tile_rows(p->rows);
-    const i64 from = item / p->blocks * p->weight_group + block * p->block * p->weight_target;
+    const i64 kind = p->target.kind, from = item / p->blocks * p->weight_group + block * p->block * p->weight_target;
     real* packed = call->packed + item / p->blocks * p->packed;
     for (i64 c = 0; c < channels; ++c) {
         const void* weight = element(kind, call->weight, from + c * p->weight_source);

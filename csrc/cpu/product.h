@@ -13,11 +13,7 @@
  * cells of shift e begin at planes + at[e]. The first terms of a sum replace what is there. */
 INLINE void tile(const int rows, const int vectors, i64 entries, i64 channels, const real* weight,
                  const real* planes, const i64* at, i64 plane_step, real* sums, i64 ld, int is_first) {
-    vec sum[kRows][kVectors];
-    UNROLL
-    for (int r = 0; r < rows; ++r)
-        UNROLL
-        for (int v = 0; v < vectors; ++v) sum[r][v] = (vec){0};
+    vec sum[kRows][kVectors] = {0};
     for (i64 e = 0; e < entries; ++e) {
         const real* cells = planes + at[e];
         for (i64 c = 0; c < channels; ++c, weight += kRows, cells += plane_step) {

@@ -7,22 +7,22 @@
 #include <string.h>
 #include <sys/mman.h>
 
-typedef void (*parallel_t)(void (*)(void*), void*, unsigned threads, unsigned flags);
-typedef int (*number_t)(void);
-typedef struct { work_t work; void* context; i64 items; int parts; number_t number; _Atomic i64* next; } loop_t;
+typedef void (*gomp_parallel_t)(void (*)(void*), void*, unsigned threads, unsigned flags);
+typedef struct { work_t work; void* context; i64 items; int parts; _Atomic int workers; _Atomic i64* next; } loop_t;
 
-/* A function of the OpenMP runtime that torch is linked to, so that no second one is loaded: GNU's, or the equal one of
- * LLVM's or Intel's. NULL if there is none. */
-static void* of_torchs_openmp(const char* name) {
-    void* torch = dlopen("libtorch_cpu.so", RTLD_LAZY | RTLD_NOLOAD);
-    return torch ? dlsym(torch, name) : NULL;
+/* The entry of the OpenMP runtime that torch is linked to, so that no second one is loaded: GNU's, or the equal one of
+ * LLVM's or Intel's. NULL if there is none; then one thread does all work. */
+static gomp_parallel_t torchs_parallel(void) {
+    static _Atomic(gomp_parallel_t) found;
+    void* torch = found ? NULL : dlopen("libtorch_cpu.so", RTLD_LAZY | RTLD_NOLOAD);
+    if (torch) found = (gomp_parallel_t)dlsym(torch, "GOMP_parallel");
+    return found;
 }
 
-/* Each thread has a part of the items, the same in every call, and then takes what is left of the others': neighbours
- * write the same cache lines, and what a thread has used lies in its own cache. */
+/* Each thread has a part of the items, since neighbours write the same cache lines; then it takes what others left. */
 static void run(void* argument) {
     loop_t* loop = argument;
-    const int worker = loop->parts > 1 ? loop->number() : 0;
+    const int worker = atomic_fetch_add(&loop->workers, 1);
     for (int i = worker; i < worker + loop->parts; ++i) {
         const i64 part = i % loop->parts, end = (part + 1) * loop->items / loop->parts;
         for (i64 item; (item = atomic_fetch_add(&loop->next[part], 1)) < end;) loop->work(loop->context, item, worker);
@@ -30,15 +30,12 @@ static void run(void* argument) {
 }
 
 void parallel_for(i64 items, int threads, work_t work, void* context) {
-    static _Atomic(parallel_t) parallel;
-    static _Atomic(number_t) number;
-    if (!parallel) number = (number_t)of_torchs_openmp("omp_get_thread_num");
-    if (!parallel && number) parallel = (parallel_t)of_torchs_openmp("GOMP_parallel");
-    const int parts = parallel && items > 1 ? threads : 1;
+    const gomp_parallel_t parallel = threads > 1 && items > 1 ? torchs_parallel() : NULL;
+    const int parts = parallel ? threads : 1;
     _Atomic i64 next[parts];
-    loop_t loop = {work, context, items, parts, number, next};
+    loop_t loop = {work, context, items, parts, 0, next};
     for (int i = 0; i < parts; ++i) next[i] = i * items / parts;
-    if (parts > 1) parallel(run, &loop, (unsigned)threads, 0);  /* all: of a smaller team GNU's lets the others end */
+    if (parallel) parallel(run, &loop, (unsigned)threads, 0);  /* all: of a smaller team GNU's lets the others end */
     else run(&loop);
 }
 

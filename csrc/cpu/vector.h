@@ -61,11 +61,6 @@ INLINE void narrow(i64 kind, void* to, i64 i, real value) {
     else ((uint16_t*)to)[i] = magnitude > 0x7f800000 ? 0x7fc0 : (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
-INLINE void narrow_row(i64 kind, void* to, i64 at, const real* values, i64 first, i64 last) {
-    if (kind == kFloat16) for (i64 i = first; i < last; ++i) narrow(kFloat16, to, at + i, values[i]);
-    else for (i64 i = first; i < last; ++i) narrow(kBfloat16, to, at + i, values[i]);
-}
-
 INLINE void gather_by(i64 kind, const void* from, i64 stride, i64 count, real* to) {
     for (i64 i = 0; i < count; ++i) to[i] = widened(kind, from, i * stride);
 }
@@ -85,25 +80,20 @@ INLINE void gather_row(i64 kind, const void* from, i64 stride, i64 count, real* 
 /* Vector w of the sequence that interleaves `stride` rows: value i is rows[i % stride][i / stride]. */
 INLINE vec interleaved(const real* rows, i64 step, const int stride, const int w) {
     vec made = load(rows);
+#ifdef __clang__  /* which has shuffles of constants alone */
+    for (int i = w * kLanes; i < (w + 1) * kLanes; ++i) made[i % kLanes] = rows[i % stride * step + i / stride];
+#else
     UNROLL
     for (int c = 1; c < stride; ++c) {
-        const vec row = load(rows + c * step);
-#ifdef __clang__  /* which has shuffles of constants alone */
-        const vec others = made;
-        for (int l = 0; l < kLanes; ++l) {
-            const int i = w * kLanes + l;
-            made[l] = i % stride == c ? row[i / stride] : others[c == 1 ? i / stride : l];
-        }
-#else
         lanes from = {0};
         UNROLL
         for (int l = 0; l < kLanes; ++l) {
             const int i = w * kLanes + l;
             from[l] = i % stride == c ? kLanes + i / stride : c == 1 ? i / stride : l;
         }
-        made = __builtin_shuffle(made, row, from);
-#endif
+        made = __builtin_shuffle(made, load(rows + c * step), from);
     }
+#endif
     return made;
 }
 
@@ -135,9 +125,7 @@ TARGET static void interleave(i64 stride, const real* rows, i64 step, real bias,
 #define STRIDE(S) case S: interleave_by(S, rows, step, bias, from, to, target); break;
     switch (stride) {
         STRIDE(1) STRIDE(2) STRIDE(3) STRIDE(4) STRIDE(5) STRIDE(6) STRIDE(7) STRIDE(8)
-        default: for (i64 first = from; first < MIN(to, from + stride); ++first) {  /* the first value of each row */
-            const real* row = rows + first % stride * step + first / stride;
-            for (i64 i = first; i < to; i += stride) target[i] = *row++ + bias;
-        }
+        default: for (i64 first = from; first < MIN(to, from + stride); ++first)  /* the first value of each row */
+            for (i64 i = first, at = i % stride * step + i / stride; i < to; i += stride) target[i] = rows[at++] + bias;
     }
 }

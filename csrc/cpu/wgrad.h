@@ -24,11 +24,7 @@ INLINE i64 gradient_values(const wgrad_t* p) { return p->groups * p->input.chann
 /* sums[i][j] = sum over cells of inputs[i] * grads[j] */
 TARGET static void dots(const real* const* inputs, const real* const* grads, i64 count,
                         real sums[kDotRows][kDotColumns]) {
-    vec sum[kDotRows][kDotColumns];
-    UNROLL
-    for (int i = 0; i < kDotRows; ++i)
-        UNROLL
-        for (int j = 0; j < kDotColumns; ++j) sum[i][j] = (vec){0};
+    vec sum[kDotRows][kDotColumns] = {0};
     for (i64 at = 0; at < count; at += kLanes) {
         vec g[kDotColumns];
         UNROLL
