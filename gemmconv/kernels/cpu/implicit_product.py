@@ -25,14 +25,15 @@ from gemmconv.kernels.cpu.direct import prepare as prepare_directly
 from gemmconv.kernels.cpu.library import KINDS, Conv, WeightGrad, address, checksum, integers, kernels_for
 from gemmconv.kernels.integers import even_share, up_to_multiple
 
-_BAND_BYTES, _LARGE_BAND_BYTES = 256 << 10, 1 << 20  # bytes of staged planes; the latter for many weights
+_BAND_BYTES, _LARGE_BAND_BYTES = 384 << 10, 1 << 20  # bytes of staged planes; the latter for many weights
 _MANY_WEIGHTS = 300_000  # weights of a group from which each band reads them from memory again
 _STRIP, _SUMS_BYTES = 384, 96 << 10  # cells of a strip at most, and its sums
 _LEAST_BAND = 48  # cells
 _STAGED_SECONDS, _WEIGHT_SECONDS, _ITEM_SECONDS = 4e-10, 1.5e-10, 2e-6  # to stage a value, to read a weight, per item
 _GRADIENT_CHANNELS = 32  # channels of input and of grad_output in an item of a weight gradient
 _PARTIALS_SHARE = 4  # one part in so many of the workspace holds partial sums
-_GRADIENT_ITEMS = 32  # least items of a weight gradient that has enough cells
+_GRADIENT_BLOCKS = 4  # least blocks of a weight gradient, of channels and of cells: threads share a small layer so
+_GRADIENT_ITEMS = 32  # least items of a weight gradient that has enough blocks
 _LINE = 64  # bytes
 
 
@@ -286,10 +287,11 @@ class _Gradient:
         input_block = min(of_input, _GRADIENT_CHANNELS)
         grad_block = min(of_output, max(kernels.dot_columns, _GRADIENT_CHANNELS // planes))
         total, lanes = table.cells(p.batch), kernels.lanes
-        room = _BAND_BYTES // itemsize // (input_block + grad_block * planes) - (high - low)
-        band = up_to_multiple(min(total, max(room, 8 * lanes, (high - low) // 2)), lanes)
-        bands = -(-total // band)
         blocks = p.groups * -(-of_input // input_block) * -(-of_output // grad_block)
+        room = _BAND_BYTES // itemsize // (input_block + grad_block * planes) - (high - low)
+        room = min(room, total * blocks // _GRADIENT_BLOCKS)
+        band = up_to_multiple(even_share(total, max(room, 8 * lanes, (high - low) // 2)), lanes)
+        bands = -(-total // band)
         sum_bytes = math.prod(p.weight_shape) * itemsize
         fitting = config.workspace_limit // _PARTIALS_SHARE // sum_bytes
         slices = max(1, min(bands, -(-_GRADIENT_ITEMS // blocks), fitting))
