@@ -22,7 +22,7 @@ from gemmconv.kernels.cpu.library import isa_name, kernels_for
 from gemmconv.kernels.integers import up_to_multiple
 
 _ROWS = Path(__file__).with_name("speedup.json")
-LEAST_SPEEDUP = 1.4  # expected speedup from which the implicit product is taken; the rule's error can exceed it
+LEAST_SPEEDUP = 1.3  # expected speedup from which the implicit product is taken; the rule's error can exceed it
 # Layers for which the rule was most wrong are left to torch: depthwise layers with few taps or short rows, whose planes
 # are little work each; and layers without strides that compute much more between rows than in them, or whose channels
 # fill oneDNN's vectors, its best case (20 of 500 random layers; leaving them costs 1% of the gain from choosing).
@@ -83,6 +83,7 @@ def sizes(config: Config, direction: Pass) -> dict[str, float]:
         "weights": math.log2(math.prod(p.weight_shape)),
         "outputs": math.log2(math.prod(p.output_shape)),
         "inputs": math.log2(math.prod(p.input_shape)),
+        "fills": float(math.gcd(of_input, of_output) % kernels_for(config.dtype).lanes == 0),
         "is_dilated": float(max(p.dilation) > 1),
         "is_grouped": float(p.groups > 1),
         "is_depthwise": float(p.groups > 1 and of_input == of_output == 1),
@@ -109,8 +110,7 @@ def speedup(config: Config, direction: Pass) -> float:
         return 0.0
     values = sizes(config, direction)
     short, wasteful = p.taps < _LEAST_TAPS or p.input_size[1] < _LEAST_TAPS, values["waste"] > _MOST_WASTE
-    fills = math.gcd(p.gemm_k, p.group_out_channels) % kernels_for(config.dtype).lanes == 0
-    if (values["is_depthwise"] and short) or (max(p.stride) == 1 and (wasteful or fills)):
+    if (values["is_depthwise"] and short) or (max(p.stride) == 1 and (wasteful or values["fills"])):
         return 0.0
     return float(2 ** sum(values[name] * coefficients[name] for name in coefficients))
 
