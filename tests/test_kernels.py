@@ -1496,7 +1496,7 @@ EDITS = {
         "shuffle_stages_overwritten":
             (SHUFFLE_TF32, r"barrier_wait\(barriers_of_stage[^;]*\.empty,[^;]*;", "", OVERWRITTEN),
         "shuffle_biases_read_too_early": (SHUFFLE_ALONE, r"__syncwarp\(\);(\s*\}\s*\};)", r"\1"),
-        "shuffle_sums_read_too_early": (SHUFFLE, r"wgmma_finish_rows\(sums\[row\]\);", ";", UNFINISHED),
+        "shuffle_sums_read_too_early": (SHUFFLE, r"wgmma_finish_rows\(sums\[block\]\);", ";", UNFINISHED),
     },
     "sm90/implicit_gemm_nhwc.cu": {
         "cell_rows_patch_not_waited_for":

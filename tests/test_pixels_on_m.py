@@ -103,7 +103,7 @@ def test_blocks_and_passes_have_all_taps_of_some_output_channels(tile):
     assert tile.lines * tile.position_blocks <= 256
     assert tile.lines // p.taps % tile.fold_outs == 0
     assert tile.fold_outs * p.taps % 8 == 0
-    assert 2 * tile.fold_outs * p.taps * tile.fold_pitch * 4 == tile.own_bytes
+    assert 2 * tile.fold_outs * p.taps * tile.fold_pitch * 4 == tile.column_bytes
 
 
 @each_fold
@@ -111,7 +111,7 @@ def test_windows_and_stores_are_aligned(tile):
     p = tile.problem
     assert tile.windows[1] % tile.piece == tile.windows[2] % tile.piece == 0
     assert 16 // tile.itemsize % tile.vector == p.stride[1] % tile.vector == p.output_size[1] % tile.vector == 0
-    assert tile.own_bytes % 16 == 0
+    assert tile.column_bytes % 16 == 0
 
 
 @each_fold

@@ -51,8 +51,8 @@ struct places_t {
         #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const int here = position + warp * 16 + (kPaired ? g * 2 + h : g + h * 8);
-            const int image = divided(here, p.of_pixels), pixel = here - image * pixels;
-            const int row = KERNEL_H == 1 ? 0 : divided(pixel, p.of_width);  // KERNEL_W outputs further with each row
+            const int image = divided(here, p.by_pixels), pixel = here - image * pixels;
+            const int row = KERNEL_H == 1 ? 0 : divided(pixel, p.by_width);  // KERNEL_W outputs further with each row
             inside[h] = here < p.positions;
             to[h] = p.output + (static_cast<long long>(image) * (p.out_channels * static_cast<long long>(out_plane(p))) +
                                 (row * ((KERNEL_H - 1) * out_width(p)) + pixel * KERNEL_W + column));

@@ -36,22 +36,22 @@ constexpr int kParts = DILATION_W == 1 ? STRIDE_W / VECTOR : 1, kRun = STRIDE_W 
 using pair_t = vector_of<float, 2>;  // neighbouring columns, written at once
 
 /* The position of a cell: its image, its row and column there, its place in a line of columns; and whether it exists. */
-struct cell_t { bool is; int image, row, column, at; };
+struct cell_place_t { bool is; int image, row, column, at; };
 
-/* Gather OUTS output channels of `channels`, from `out` on, of so many cells, and store the outputs; WHOLE if all OUTS are there.
- * LANES threads call it, the `lane`-th of them this one, and have TURNS cells each, or parts of them, at most; cell_of(turn, i)
- * says where the i-th is.
+/* Gathers OUTS output channels of `channels`, from `out` on, of so many cells, and stores the outputs; WHOLE if all OUTS
+ * exist. THREADS threads call it, of which this is number `member`, and have at most TURNS cells each, or parts of them.
+ * cell_of(turn, i) says where the i-th cell is. What does not exist (cells, inputs, outputs, channels) is skipped.
  */
-template <int TURNS, int LANES, int OUTS, bool WHOLE, typename CELL_OF>
+template <int TURNS, int THREADS, int OUTS, bool WHOLE, typename CELL_OF>
 __device__ __forceinline__ void gather(
-    const image_t& image, ELEMENT_T* output, int channels, const float* columns, const float* biases, int out, int lane, int cells,
-    const CELL_OF& cell_of) {
+    const image_t& image, ELEMENT_T* output, int channels, const float* columns, const float* biases, int out, int member,
+    int cells, const CELL_OF& cell_of) {
     const int out_h = image.out_h(), out_w = image.out_w();
     #pragma unroll (TURNS * OUTS * kTaps <= 64 ? TURNS : 1)
     for (int turn = 0; turn < TURNS; ++turn) {
-        const int i = turn * LANES + lane;
+        const int i = turn * THREADS + member;
         if (i >= cells * kParts) continue;
-        const cell_t cell = cell_of(turn, i / kParts);
+        const cell_place_t cell = cell_of(turn, i / kParts);
         const int cell_h = cell.row, cell_w = cell.column;
         const int first_w = cell_w * STRIDE_W + i % kParts * kRun;
         if (!cell.is || (OUT_MORE_W % STRIDE_W != 0 && kParts > 1 && first_w >= out_w)) continue;

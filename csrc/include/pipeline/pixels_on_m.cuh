@@ -1,21 +1,20 @@
-/* Products of positions (rows) and lines (columns), for sm90/gemm_depth_to_space.cu and sm90/gemm_fold_pixels.cu.
+/* Products of positions (image, ih, iw), their rows, and lines (co, kh, kw), their columns: sums over ci of
+ * input [ci, position] weight [ci, line]. For sm90/gemm_depth_to_space.cu and sm90/gemm_fold_pixels.cu.
  *
- *   columns [(image, ih, iw), (co, kh, kw)] = sum over ci of input [ci, (image, ih, iw)] weight [ci, (co, kh, kw)]
+ * An item is up to POSITION_BLOCKS * 128 positions times some line blocks, each of LINES lines. kLoaders threads copy
+ * inputs to slots, and one thread copies weights to stages: a slot or a stage has a chunk, 128 bytes of channels. If an
+ * item has several line blocks, and slots for all of its chunks, inputs are held: they are copied once, and read for
+ * every line block. Otherwise each line block has a copy.
  *
- * An item is up to POSITION_BLOCKS * 128 positions times some line blocks, each of LINES lines. Each of two warpgroups
- * multiplies 64 of every 128 positions. kLoaders threads copy inputs to slots, and one thread copies weights to stages:
- * a slot or a stage has a chunk, 128 bytes of channels. If an item has several line blocks, and slots for all of its
- * chunks, inputs are held: they are copied once, and read for every line block. Otherwise each line block has a copy.
- *
- * A warp loads the inputs of its 16 positions from slots into registers, and rounds float32 to TF32 there. Tensor cores
- * read weights from stages. Those of 16 bits keep their order, [ci][line] (ptx/wgmma.cuh). Those of TF32 must be
- * K-major: they are PACKED by weights/pack.cu.
+ * Two warpgroups multiply 64 of every 128 positions each. A warp loads the inputs of 16 positions from slots into
+ * registers, and rounds float32 to TF32 there. Tensor cores read weights from stages: those of 16 bits in the order of
+ * the tensor, [ci][line] (ptx/wgmma.cuh). Those of TF32 must be K-major: they are PACKED by weights/pack.cu.
  *
  * Macros: ELEMENT_T, KERNEL_H, KERNEL_W; LINES (a multiple of 16 up to 256, all taps of some output channels);
  *   PACKED (1 for float32, 0 for 16 bits); WHOLE_CHANNELS (1 if all chunks are full); POSITION_BLOCKS (1 or 2);
- *   PIECE (inputs that are copied together); OWN_BYTES (shared memory of the kernel's own, a multiple of 16);
+ *   PIECE (inputs that are copied together); COLUMN_BYTES (shared memory for columns, a multiple of 16; may be 0);
  *   WINDOWED (1 if items are windows of images of one row; 0 if they are whole images, or go across images);
- *   CHUNK_CLASS (1 for one chunk, 2 for an even number, 3 for three, five, ...; 1 for all if POSITION_BLOCKS is 2).
+ *   CHUNK_CLASS (1, 2 or 3, by the number of chunks: see the table at multiply).
  */
 #pragma once
 
@@ -45,7 +44,7 @@ struct pixels_on_m_params {
     int chunks;           // chunks of in_channels, the last of which may not be full
     int line_blocks;      // line blocks of all sets, the last of which may not be full
     // Reciprocals (numeric/divide.cuh) of sets; of an image's pixels, windows, width and cells; of cells in a row.
-    unsigned long long of_sets, of_pixels, of_windows, of_width, of_cells, of_cells_w;
+    unsigned long long by_sets, by_pixels, by_windows, by_width, by_cells, by_cells_w;
     int in_h, in_w;
     int images;           // whole images of an item; 0 if items go across images
     int item_positions;   // positions of an item; a multiple of PIECE, like step and left
@@ -56,7 +55,7 @@ struct pixels_on_m_params {
     int set_line_blocks;  // line blocks of a set; the last set may have fewer
     int held;             // 1 if an item's inputs stay in their slots for all of its line blocks
     int slots, stages;    // buffers of the two rings
-    int first_stage, first_own, first_barrier;  // bytes of shared memory before stages, OWN_BYTES and barriers
+    int first_stage, first_columns, first_barrier;  // bytes of shared memory before stages, columns and barriers
 };
 
 constexpr int kItem = sizeof(ELEMENT_T), kTaps = KERNEL_H * KERNEL_W;
@@ -64,10 +63,10 @@ constexpr int kBlockPositions = 128, kPositions = POSITION_BLOCKS * kBlockPositi
 static_assert(LINES % 16 == 0 && LINES % kTaps == 0, "a line block has all taps of its output channels");
 
 // Shared memory: inputs [slots][kChannels][kPositions], whose pieces of 16 bytes are swapped; weights [stages], either
-// [64 lines][kChannels] of 128 bytes, swizzled, or [kSteps][2][LINES] of 16; the kernel's own; biases [warps][kBlockOuts];
-// barriers.
+// PACKED [kSteps][2][LINES] of 16 bytes, or boxes [kChannels] of 128 bytes (64 lines), swizzled; columns; biases
+// [warps][kBlockOuts]; barriers.
 constexpr int kChannels = 128 / kItem, kSteps = 4;  // channels of a chunk; products that they take
-constexpr int kRowBytes = kPositions * kItem, kSlotBytes = kChannels * kRowBytes;
+constexpr int kChannelBytes = kPositions * kItem, kSlotBytes = kChannels * kChannelBytes;
 constexpr int kBoxBytes = 64 * 128, kStageBytes = PACKED ? LINES * 128 : ceil_div(LINES, 64) * kBoxBytes;
 constexpr int kConsumers = 256, kLoaders = 96, kProducers = kLoaders + 32, kThreads = kConsumers + kProducers;
 extern __shared__ __align__(1024) unsigned char shared[];
@@ -91,8 +90,8 @@ struct item_t {
     int line_block;   // the first line block
     int line_blocks;  // how many the item has
     __device__ __forceinline__ item_t(const pixels_on_m_params& p, int index) {
-        const int place = divided(index, p.of_sets), set = index - place * p.sets;
-        image = WINDOWED ? divided(place, p.of_windows) : place * p.images;
+        const int place = divided(index, p.by_sets), set = index - place * p.sets;
+        image = WINDOWED ? divided(place, p.by_windows) : place * p.images;
         line_block = set * p.set_line_blocks, line_blocks = least(p.set_line_blocks, p.line_blocks - line_block);
         position = WINDOWED ? (place - image * p.windows) * p.step - p.left : place * p.item_positions;
     }
@@ -130,26 +129,26 @@ __device__ __forceinline__ void produce_weights(const pixels_on_m_params& p) {
     });
 }
 
-/* Begins to copy the inputs of all items. A thread has one piece of a position block, and every kAtOnce-th channel. */
+/* Begins to copy the inputs of all items. A thread has a piece of each position block, and every kAtOnce-th channel. */
 __device__ __forceinline__ void produce_inputs(const pixels_on_m_params& p) {
     constexpr int kPieces = kBlockPositions / PIECE, kAtOnce = kLoaders / kPieces;  // of a channel; channels
     static_assert(kLoaders % kPieces == 0, "threads have whole channels");
-    const int thread = threadIdx.x - 32, first = thread / kPieces, piece = thread % kPieces * PIECE;
+    const int thread = threadIdx.x - 32, first_channel = thread / kPieces, piece = thread % kPieces * PIECE;
     const int pixels = p.in_h * p.in_w;
     ring_t ring;
     each_item<item_t>(p, [&](const item_t& item) {
         const ELEMENT_T* source[POSITION_BLOCKS];
         bool inside[POSITION_BLOCKS];
         #pragma unroll
-        for (int row = 0; row < POSITION_BLOCKS; ++row) {
-            const int own = row * kBlockPositions + piece, position = item.position + own;
-            const int image = WINDOWED ? item.image : divided(position, p.of_pixels);
-            inside[row] = own < p.item_positions && 0 <= position && position < (WINDOWED ? pixels : p.positions);
-            source[row] = p.input;
-            // Channel 0 of a pixel is at image * in_channels * pixels + pixel. If WINDOWED, `position` is the pixel;
-            // otherwise it is image * pixels + pixel, and in_channels - 1 times image * pixels are missing.
-            const int missing = WINDOWED ? p.in_channels : p.in_channels - 1;
-            if (inside[row]) source[row] += static_cast<long long>(image) * missing * pixels + position;
+        for (int block = 0; block < POSITION_BLOCKS; ++block) {
+            const int in_item = block * kBlockPositions + piece, position = item.position + in_item;
+            const int image = WINDOWED ? item.image : divided(position, p.by_pixels);
+            inside[block] = in_item < p.item_positions && 0 <= position && position < (WINDOWED ? pixels : p.positions);
+            source[block] = p.input;
+            // Channel 0 is at image * in_channels * pixels + pixel. If WINDOWED, pixel = position. Otherwise
+            // pixel = position - image * pixels, so it is at image * (in_channels - 1) * pixels + position.
+            const int factor = WINDOWED ? p.in_channels : p.in_channels - 1;
+            if (inside[block]) source[block] += static_cast<long long>(image) * factor * pixels + position;
         }
         const int chunks = p.held ? p.chunks : item.line_blocks * p.chunks;
         int chunk = 0;
@@ -160,13 +159,13 @@ __device__ __forceinline__ void produce_inputs(const pixels_on_m_params& p) {
             unsigned char* slot = slot_of(ring.stage);
             barrier_wait(barriers_of_slot(p, ring.stage).empty, ring.parity ^ 1);
             #pragma unroll
-            for (int row = 0; row < POSITION_BLOCKS; ++row) {
-                const ELEMENT_T* from = source[row] + static_cast<long long>(before + first) * pixels;
+            for (int block = 0; block < POSITION_BLOCKS; ++block) {
+                const ELEMENT_T* from = source[block] + static_cast<long long>(before + first_channel) * pixels;
                 #pragma unroll 4
-                for (int channel = first; channel < kChannels; channel += kAtOnce) {
-                    const bool is = inside[row] && (WHOLE_CHANNELS || before + channel < p.in_channels);
-                    const int there = swapped((row * kBlockPositions + piece) * kItem, channel);
-                    unsigned char* target = slot + (channel * kRowBytes + there);
+                for (int channel = first_channel; channel < kChannels; channel += kAtOnce) {
+                    const bool is = inside[block] && (WHOLE_CHANNELS || before + channel < p.in_channels);
+                    const int there = swapped((block * kBlockPositions + piece) * kItem, channel);
+                    unsigned char* target = slot + (channel * kChannelBytes + there);
                     const ELEMENT_T* here = is ? from : p.input;
                     if constexpr (PIECE * kItem == 16) copy_piece_async(target, here, is);
                     else cp_async<PIECE * kItem>(target, here, is);
@@ -179,136 +178,154 @@ __device__ __forceinline__ void produce_inputs(const pixels_on_m_params& p) {
     wait_for_copies();
 }
 
-/* The words of a slot that wgmma_rows asks of a lane, for each product: of 16 positions from 16 * `group` on. Rows g and
- * g + 8 of a product are positions 2g and 2g + 1 if they are PAIRED, else g and g + 8.
+/* Loads the words of a slot that wgmma_rows takes from lane 4g + t, for each product of a chunk. Rows g and g + 8 of a
+ * product are positions 2g and 2g + 1 if PAIRED, else g and g + 8, from position 16 * `group` on. Lane 5 (g = 1, t = 1)
+ * with group 2 loads for the first product these channels of positions 34 and 35 (33 and 41 if not PAIRED):
+ *
+ *             word[0]: row 1     word[1]: row 9     word[2]: row 1     word[3]: row 9
+ *   TF32      1 of 34            1 of 35            5 of 34            5 of 35
+ *   16 bits   2 and 3 of 34      2 and 3 of 35      10 and 11 of 34    10 and 11 of 35
  */
-struct inputs_t { unsigned of[kSteps][4]; };
-template <bool PAIRED> __device__ __forceinline__ void load_inputs(inputs_t& words, const unsigned char* slot, int group) {
+struct inputs_t { unsigned word[kSteps][4]; };
+template <bool PAIRED> __device__ __forceinline__ void load_inputs(inputs_t& to, const unsigned char* slot, int group) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, first = group * 16 * kItem;  // bytes
-    const auto word = [&](const unsigned char* from) { return *reinterpret_cast<const unsigned*>(from); };
+    const auto read = [&](const unsigned char* from) { return *reinterpret_cast<const unsigned*>(from); };
     if constexpr (kItem == 4) {
-        const unsigned char* row = slot + t * kRowBytes;
-        const unsigned char* from = row + swapped(first + g * (PAIRED ? 8 : 4), t);
-        const unsigned char* other = PAIRED ? from + 4 : row + swapped(first + g * 4 + 32, t);
+        const unsigned char* channel = slot + t * kChannelBytes;
+        const unsigned char* row_g = channel + swapped(first + g * (PAIRED ? 8 : 4), t);
+        const unsigned char* row_g8 = PAIRED ? row_g + 4 : channel + swapped(first + g * 4 + 32, t);
         #pragma unroll
         for (int step = 0; step < kSteps; ++step)
             #pragma unroll
             for (int half = 0; half < 2; ++half) {  // channels t and t + 4
-                const int there = (step * 8 + half * 4) * kRowBytes;
-                words.of[step][half * 2] = mma_words<float>::rounded(word(from + there));
-                words.of[step][half * 2 + 1] = mma_words<float>::rounded(word(other + there));
+                const int there = (step * 8 + half * 4) * kChannelBytes;
+                to.word[step][half * 2] = mma_words<float>::rounded(read(row_g + there));
+                to.word[step][half * 2 + 1] = mma_words<float>::rounded(read(row_g8 + there));
             }
-    } else if constexpr (PAIRED) {
-        const unsigned char* even = slot + (t * 2 * kRowBytes + swapped(first + g * 4, t * 2));
-        const unsigned char* odd = slot + ((t * 2 + 1) * kRowBytes + swapped(first + g * 4, t * 2 + 1));
+    } else if constexpr (PAIRED) {  // a word of a slot has two positions of a channel, one of a product the reverse
+        const unsigned char* even = slot + (t * 2 * kChannelBytes + swapped(first + g * 4, t * 2));
+        const unsigned char* odd = slot + ((t * 2 + 1) * kChannelBytes + swapped(first + g * 4, t * 2 + 1));
         #pragma unroll
         for (int step = 0; step < kSteps; ++step)
             #pragma unroll
-            for (int half = 0; half < 2; ++half) {  // channels 2t, 2t + 1; and 8 on
-                const int there = (step * 16 + half * 8) * kRowBytes;
-                const unsigned a = word(even + there), b = word(odd + there);
-                words.of[step][half * 2] = halves(a, b, false, false);
-                words.of[step][half * 2 + 1] = halves(a, b, true, true);
+            for (int half = 0; half < 2; ++half) {  // channels 2t and 2t + 1, then 2t + 8 and 2t + 9
+                const int there = (step * 16 + half * 8) * kChannelBytes;
+                const unsigned a = read(even + there), b = read(odd + there);  // positions 2g and 2g + 1 of each
+                to.word[step][half * 2] = halves(a, b, false, false);
+                to.word[step][half * 2 + 1] = halves(a, b, true, true);
             }
-    } else {
+    } else {  // ldmatrix exchanges positions and channels; lane 5 gives it the address of channel 5, positions 32 to 39
         const int channel = lane / 16 * 8 + lane % 8;
-        const unsigned char* row = slot + (channel * kRowBytes + swapped(first + lane / 8 % 2 * 16, channel));
+        const unsigned char* from = slot + (channel * kChannelBytes + swapped(first + lane / 8 % 2 * 16, channel));
         #pragma unroll
-        for (int step = 0; step < kSteps; ++step) load_matrices_turned(words.of[step], row + step * 16 * kRowBytes);
+        for (int step = 0; step < kSteps; ++step) load_matrices_turned(to.word[step], from + step * 16 * kChannelBytes);
     }
 }
 
-/* The sums of a line block, for a warp's 16 positions of every 128. `slots` and `stages` move on by one for each chunk.
- * If `frees`, producers may fill the slots again. PEELED chunks are multiplied before the loop, and meanwhile(i) is
- * called while the products of the i-th of them run.
+/* Computes the sums of a line block, for a warp's 16 positions of each position block. `slots` and `stages` move on by
+ * one for each chunk. If `frees`, producers may fill the slots again. The products of a chunk and a position block are
+ * a group, which runs while the words of the next group are loaded:
+ *
+ *   POSITION_BLOCKS = 1                                       POSITION_BLOCKS = 2 (groups 0a and 0b are of chunk 0)
+ *   load words[0] of slot 0, begin group 0                    load words[0] of slot 0, begin group 0a
+ *   load words[1] of slot 1, begin group 1                    load words[1] of slot 0, begin group 0b
+ *   wait: group 0 is over; words[0] and stage 0 are free      wait: group 0a is over; words[0] is free
+ *   load words[0] of slot 2, begin group 2                    load words[0] of slot 1, begin group 1a
+ *   wait: group 1 is over; words[1] and stage 1 are free      wait: group 0b is over; words[1] and stage 0 are free
+ *
+ * wgmma_wait<1> returns once all groups are over but the last one begun. If that is the first group of a chunk (block
+ * 0), all groups of the chunk before are over, and the warp frees their stage. If it is 0b, it still reads stage 0
+ * itself. A lane frees a slot for its part when it has loaded its words of all position blocks.
+ *
+ * PEELED chunks are multiplied before the loop, and meanwhile(i) is called while the products of the i-th of them run.
+ * Words in registers need constant indices, so an iteration takes as many chunks as use both words:
+ *
+ *   POSITION_BLOCKS   chunks         CHUNK_CLASS   PEELED (gemm_fold_pixels, gemm_depth_to_space)   an iteration
+ *   1                 1              1             1, 1                                             none
+ *   1                 2, 4, 6, ...   2             0, 2                                             2 chunks
+ *   1                 3, 5, 7, ...   3             1, 3                                             2 chunks
+ *   2                 any            1             0, never                                         1 chunk
  */
 template <bool PAIRED, int PEELED, typename MEANWHILE>
 __device__ __forceinline__ void multiply(
     const pixels_on_m_params& p, float (&sums)[POSITION_BLOCKS][LINES / 2], ring_t& stages, ring_t& slots,
     int warp, bool frees, const MEANWHILE& meanwhile) {
-    static_assert(POSITION_BLOCKS <= 2, "words of two groups of products take turns");
-    constexpr int kHalves = 2 / POSITION_BLOCKS;  // chunks of an iteration, after which the same words are in turn
-    static_assert((CHUNK_CLASS - PEELED) % kHalves == 0, "iterations have all of their chunks");
+    // Bytes from one part of a stage to the next, for descriptors (ptx/wgmma.cuh). The parts are, if PACKED; if not:
+    constexpr int kLeadingBytes = PACKED ? LINES * 16 : kBoxBytes;  // 16 bytes of channels of each line; 64 lines
+    constexpr int kStrideBytes = PACKED ? 8 * 16 : 8 * 128;         // 8 lines; 8 channels
+    constexpr int kStepBytes = 2 * (PACKED ? kLeadingBytes : kStrideBytes);  // what a product takes: two such parts
+    constexpr int kIterationChunks = 2 / POSITION_BLOCKS;
+    static_assert(POSITION_BLOCKS <= 2 && (CHUNK_CLASS - PEELED) % kIterationChunks == 0, "see the table");
     const bool speaker = threadIdx.x % 32 == 0;   // arrives at barriers for its warp
-    int last_stage = 0;                           // the stage before, which running products may still read
+    int last_stage = 0;                           // of the chunk before
     inputs_t words[2];                            // running products read one while the other is loaded
-    const auto step = [&](auto half, int chunk, const auto& along) {
+    const auto multiply_chunk = [&](auto turn, int chunk, const auto& along) {
         barrier_wait(barriers_of_slot(p, slots.stage).full, slots.parity);
-        const unsigned char* stage = stage_of(p, stages.stage);
-        const descriptor_t right = PACKED ? descriptor_k_major(stage, LINES * 16, 128) : descriptor_mn_major(stage, kBoxBytes, 1024);
-        each<POSITION_BLOCKS>([&](auto row) {
-            constexpr int kRow = row;
-            inputs_t& own = words[POSITION_BLOCKS == 1 ? half : kRow];
-            load_inputs<PAIRED>(own, slot_of(slots.stage), kRow * 8 + warp);
-            if (kRow == 0) barrier_wait(barriers_of_stage(p, stages.stage).full, stages.parity);
+        const auto describe = PACKED ? descriptor_k_major : descriptor_mn_major;
+        const descriptor_t weights = describe(stage_of(p, stages.stage), kLeadingBytes, kStrideBytes);
+        each<POSITION_BLOCKS>([&](auto block) {
+            inputs_t& inputs = words[POSITION_BLOCKS == 1 ? turn : block];
+            load_inputs<PAIRED>(inputs, slot_of(slots.stage), block * 8 + warp);
+            if (block == 0) barrier_wait(barriers_of_stage(p, stages.stage).full, stages.parity);
             wgmma_fence();
-            descriptor_t rights[kSteps];
+            descriptor_t step_weights[kSteps];
             #pragma unroll
-            for (int k = 0; k < kSteps; ++k) rights[k] = advance(right, k * (PACKED ? LINES * 32 : 2048));
-            wgmma_rows<ELEMENT_T, LINES, !PACKED>(sums[kRow], own.of, rights, chunk > 0);
+            for (int step = 0; step < kSteps; ++step) step_weights[step] = advance(weights, step * kStepBytes);
+            wgmma_rows<ELEMENT_T, LINES, !PACKED>(sums[block], inputs.word, step_weights, chunk > 0);
             wgmma_commit();
-            if constexpr (kRow == POSITION_BLOCKS - 1) {
-                if (frees) barrier_arrive(barriers_of_slot(p, slots.stage).empty);  // each lane, for what it has read itself
+            if constexpr (block == POSITION_BLOCKS - 1) {
+                if (frees) barrier_arrive(barriers_of_slot(p, slots.stage).empty);
                 along();
             }
             wgmma_wait<1>();
-            if (kRow == 0 && chunk > 0 && speaker) barrier_arrive(barriers_of_stage(p, last_stage).empty);
+            if (block == 0 && chunk > 0 && speaker) barrier_arrive(barriers_of_stage(p, last_stage).empty);
         });
         last_stage = stages.stage;
         stages.advance(p.stages);
         slots.advance(p.slots);
     };
-    each<PEELED>([&](auto chunk) {
-        step(constant<chunk % 2>(), chunk, [&] { meanwhile(chunk); });
-    });
+    each<PEELED>([&](auto chunk) { multiply_chunk(constant<chunk % 2>(), chunk, [&] { meanwhile(chunk); }); });
     if constexpr (CHUNK_CLASS > 1 || PEELED == 0) {
         #pragma unroll 1
-        for (int chunk = PEELED; chunk < p.chunks; chunk += kHalves)
-            each<kHalves>([&](auto half) {
-                constexpr int kHalf = half;
-                step(constant<(PEELED + kHalf) % 2>(), chunk + kHalf, [] {});
-            });
+        for (int chunk = PEELED; chunk < p.chunks; chunk += kIterationChunks)
+            each<kIterationChunks>([&](auto i) { multiply_chunk(constant<(PEELED + i) % 2>(), chunk + i, [] {}); });
     }
     #pragma unroll
-    for (int row = 0; row < POSITION_BLOCKS; ++row) wgmma_finish_rows(sums[row]);
+    for (int block = 0; block < POSITION_BLOCKS; ++block) wgmma_finish_rows(sums[block]);
     if (speaker) barrier_arrive(barriers_of_stage(p, last_stage).empty);
 }
 
 /* Where biases of the `warp`-th warp that multiplies lie. */
 __device__ __forceinline__ float* biases_of(const pixels_on_m_params& p, int warp) {
-    return reinterpret_cast<float*>(shared + p.first_own + OWN_BYTES) + warp * kBlockOuts;
+    return reinterpret_cast<float*>(shared + p.first_columns + COLUMN_BYTES) + warp * kBlockOuts;
 }
 
-/* Biases of a line block, from output channel `first` on. Each lane loads some, which come while products run, and then
- * shares them with its warp.
- */
+/* Biases of a line block, from output channel `first` on: a lane loads some, and later shares them with its warp. */
 struct biases_t {
-    static constexpr int kOwn = ceil_div(kBlockOuts, 32);
-    float own[kOwn] = {};
+    static constexpr int kLaneBiases = ceil_div(kBlockOuts, 32);
+    float values[kLaneBiases] = {};
 
     __device__ __forceinline__ biases_t(const pixels_on_m_params& p, int first) {
         if (p.bias == nullptr) return;
         #pragma unroll
-        for (int i = 0; i < kOwn; ++i) {
+        for (int i = 0; i < kLaneBiases; ++i) {
             const int at = i * 32 + static_cast<int>(threadIdx.x % 32);
-            if (at < kBlockOuts && first + at < p.out_channels) own[i] = widen(load_once(p.bias + (first + at)));
+            if (at < kBlockOuts && first + at < p.out_channels) values[i] = widen(load_once(p.bias + (first + at)));
         }
     }
     __device__ __forceinline__ void share(const pixels_on_m_params& p, int warp) const {
         float* all = biases_of(p, warp);
         __syncwarp();
         #pragma unroll
-        for (int i = 0; i < kOwn; ++i) {
+        for (int i = 0; i < kLaneBiases; ++i) {
             const int at = i * 32 + static_cast<int>(threadIdx.x % 32);
-            if (at < kBlockOuts) all[at] = own[i];
+            if (at < kBlockOuts) all[at] = values[i];
         }
         __syncwarp();
     }
 };
 
-/* Runs producers and consumers, whose threads have so many registers; all begin with 168. `consume` gets the number of
- * a consumer warp.
- */
+/* Runs producers, and consume(number of a consumer warp). Threads have so many registers; all begin with 168. */
 template <int CONSUMER_REGISTERS, int PRODUCER_REGISTERS, typename CONSUME>
 __device__ __forceinline__ void run(const pixels_on_m_params& p, const CONSUME& consume) {
     static_assert(2 * CONSUMER_REGISTERS + PRODUCER_REGISTERS <= 3 * 168, "no more are taken than are given up");

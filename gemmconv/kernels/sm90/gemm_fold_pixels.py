@@ -54,8 +54,8 @@ _MOST_POSITIONS = 2 * BLOCK_POSITIONS  # positions of an item
 _MOST_SUMS = 256  # lines of a line block times position blocks of an item: a thread has half as many sums in registers
 _MOST_CELLS = 16  # cells for each input: with more, at least 15 of 16 cells lie outside of the image
 _FOLD_LINES = 32  # lines of a fold at least, if two such folds fit the shared memory that they may take
-_OWN_BYTES = 40 << 10  # bytes of shared memory that two folds may always take ("own": the kernel's, beside the rings)
-_MOST_OWN_BYTES = 72 << 10  # bytes that they may take if an item's inputs and two stages of weights leave so many
+_COLUMN_BYTES = 40 << 10  # bytes of shared memory that two folds may always take ("own": the kernel's, beside the rings)
+_MOST_COLUMN_BYTES = 72 << 10  # bytes that they may take if an item's inputs and two stages of weights leave so many
 _MOST_HALO = 32  # inputs of a window that its neighbours have too
 
 
@@ -146,12 +146,12 @@ class Tile(PositionRows):
         wanted = max(_FOLD_LINES // self.problem.taps, CONSUMERS // self._group_threads, unit)
         possible = [outs for outs in range(unit, block_outs + 1, unit) if block_outs % outs == 0]
         # Inputs are held only if there are several line blocks. Folds may then take what held inputs leave.
-        most = max(_OWN_BYTES, min(_MOST_OWN_BYTES, self.left_bytes)) if self.line_blocks > 1 else _OWN_BYTES
+        most = max(_COLUMN_BYTES, min(_MOST_COLUMN_BYTES, self.left_bytes)) if self.line_blocks > 1 else _COLUMN_BYTES
         fitting = [outs for outs in possible if 2 * self._fold_bytes(outs) <= most] or possible[:1]
         return min((outs for outs in fitting if outs >= wanted), default=fitting[-1])
 
     @cached_property
-    def own_bytes(self) -> int:
+    def column_bytes(self) -> int:
         """Bytes of shared memory of two folds: the next is written while one is added up."""
         return 2 * self._fold_bytes(self.fold_outs)
 

@@ -53,7 +53,7 @@ class PositionRows:
         cells_of_image: cells of an image, down and across, where a kernel folds them.
         windows: how many windows an image has, positions from one to the next, and positions of a window before that of
             its first cell.
-        own_bytes: bytes of shared memory that the epilogue needs, beside slots, stages, biases and barriers.
+        column_bytes: bytes of shared memory that the epilogue needs, beside slots, stages, biases and barriers.
     """
 
     problem: Problem
@@ -66,7 +66,7 @@ class PositionRows:
     item_images = 0
     cells_of_image = 1, 1
     windows = 1, 0, 0
-    own_bytes = 0
+    column_bytes = 0
 
     @property
     def input_size(self) -> Pair:
@@ -127,7 +127,7 @@ class PositionRows:
     @cached_property
     def held(self) -> bool:
         """Whether an item's inputs stay in shared memory for all of its line blocks: they do if they fit."""
-        return self.set_line_blocks > 1 and self.chunks <= _MOST_RING and self.own_bytes <= self.left_bytes
+        return self.set_line_blocks > 1 and self.chunks <= _MOST_RING and self.column_bytes <= self.left_bytes
 
     @cached_property
     def ring_sizes(self) -> tuple[int, int]:
@@ -135,7 +135,7 @@ class PositionRows:
 
         Where inputs are :attr:`held`, all chunks of an item have a slot, and stages come before further slots.
         """
-        free = SHARED_BYTES - self.bias_bytes - self.own_bytes
+        free = SHARED_BYTES - self.bias_bytes - self.column_bytes
         slot, stage = self.slot_bytes + _BARRIER_BYTES, self.stage_bytes + _BARRIER_BYTES
         if self.held:
             stages = min(free - self.chunks * slot, _STAGES_BYTES) // stage
@@ -149,7 +149,7 @@ class PositionRows:
         """Where stages, the epilogue's own bytes and (behind these and biases) barriers begin in shared memory."""
         slots, stages = self.ring_sizes
         own = slots * self.slot_bytes + stages * self.stage_bytes
-        return slots * self.slot_bytes, own, own + self.own_bytes + self.bias_bytes
+        return slots * self.slot_bytes, own, own + self.column_bytes + self.bias_bytes
 
     @property
     def shared_bytes(self) -> int:
@@ -215,7 +215,7 @@ def macros_of(tile: PositionRows, dtype: torch.dtype) -> Macros:
         "CHUNK_CLASS": 1 if tile.chunks == 1 or tile.position_blocks == 2 else 2 + tile.chunks % 2,
         "WINDOWED": int(tile.windows[0] > 1),
         "LINES": tile.lines,
-        **named_macros(tile, "position_blocks piece own_bytes"),
+        **named_macros(tile, "position_blocks piece column_bytes"),
     }
 
 
@@ -232,11 +232,11 @@ def program(config: Config, name: str, tile: PositionRows, macros: Macros, run: 
         "positions, items": (tile.positions, tile.items),
         "in_channels, out_channels": (tile.problem.in_channels, tile.problem.out_channels),
         "chunks, line_blocks": (tile.chunks, tile.line_blocks),
-        "of_sets, of_pixels, of_windows, of_width, of_cells, of_cells_w": tuple(map(reciprocal, divisors)),
+        "by_sets, by_pixels, by_windows, by_width, by_cells, by_cells_w": tuple(map(reciprocal, divisors)),
         "in_h, in_w, images": (in_h, in_w, tile.item_images),
         "item_positions": tile.item_positions,
         "windows, step, left": tile.windows,
         "sets, set_line_blocks, held": (tile.sets, tile.set_line_blocks, int(tile.held)),
-        "slots, stages, first_stage, first_own, first_barrier": (*tile.ring_sizes, *tile.first_bytes),
+        "slots, stages, first_stage, first_columns, first_barrier": (*tile.ring_sizes, *tile.first_bytes),
     }
     return forward_program(config, name, tile, macros, params, tile.threads, pack)
