@@ -112,10 +112,10 @@ DECLINED = [
     # Rows of 56 and 60 bytes, of which there are no boxes; more than a row has room for; offsets of 64 bits.
     ("sm90/gemm_fold_narrow", "forward", HALF, NCHW, DCGAN, lambda tile: tile.whole,
      *((16, (32, width)) for width in (28, 30, 40)), (16, (2**21, 32)), (2**31 - 40, (32, 32))),
-    # 36 inputs: no eight of them; two blocks of positions; what nobody computes; no windows.
+    # 36 inputs: no eight of them; two blocks of positions; what nobody computes; no windows; two rows.
     ("sm90/gemm_fold_pixels", "forward", HALF, NCHW, IMAGES, lambda tile: True, (128, (6, 6)), (128, (20, 20))),
     ("sm90/gemm_fold_pixels", "forward", TF32, NCHW, IMAGES, lambda tile: tile.position_blocks == 1, (128, (16, 16))),
-    ("sm90/gemm_fold_pixels", "forward", HALF, NCHW, SIGNALS, lambda tile: True, (16, (1, 64))),
+    ("sm90/gemm_fold_pixels", "forward", HALF, NCHW, SIGNALS, lambda tile: True, (16, (1, 64)), (16, (2, 600))),
     # Rows that begin elsewhere.
     ("sm90/gemm_fold_rows", "forward", TF32, NCHW, ROWS_OF_SECTORS, lambda tile: not tile.whole_sectors,
      (8, (256, 250)), (8, (256, 256)), (2**28, (256, 252))),

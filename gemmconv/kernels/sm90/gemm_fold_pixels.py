@@ -9,6 +9,10 @@ The kernel multiplies inputs by weights, and adds up the products that belong to
     set             the line blocks of an item: all that there are, or a share
     item            positions of some images, or of a window of one row, times a set: a thread block takes one at a time
     chunk           128 bytes of a pixel's channels, which come to shared memory together
+    ring            buffers of shared memory, which some threads fill and others empty by turns
+    slot, stage     a buffer of a ring: a slot has a chunk of an item's inputs, a stage one of a line block's weights
+    piece           neighbouring inputs of a channel that a thread copies together
+    warpgroup       128 threads, whose registers hold the sums of a product that tensor cores compute
     fold            the columns of some output channels, which lie in shared memory at once while threads add them up
     cell            the outputs of one stride, height x width: a thread gathers a cell, or a part of its rows, at a time
     phase           the place of an output in its cell: a stride of 2 x 2 has four
@@ -18,14 +22,12 @@ lines. A line block has 144 of them, those of 9 output channels, so there are fo
 An item has two images, 128 positions, so there are 32 * 4 = 128 items, four fewer than an H200 has multiprocessors.
 Channels come in two chunks. A fold has 3 output channels, 48 lines of 128 positions, so a line block takes three folds.
 
-It is for 16-bit types and TF32, NCHW and one group, where
+It is for 16-bit types and TF32, NCHW and one group. ``tiles_of`` gives tiles where
 
 - a line block has all taps of some output channels, and some tap reaches each phase;
 - images have at most 256 inputs, or else image and kernel have one row;
 - inputs of an image are a multiple of four;
 - in 16 bits, rows of weights begin at multiples of 16 bytes.
-
-``tiles_of`` gives no tile for other layers.
 """
 
 from __future__ import annotations
@@ -47,14 +49,14 @@ from gemmconv.kernels.phases import can_be_folded, cells_of, reach_of, stored_to
 from gemmconv.kernels.program import Program
 from gemmconv.kernels.sm90 import pixels_on_m
 from gemmconv.kernels.sm90.base import OneFormatForward
-from gemmconv.kernels.sm90.pixels_on_m import BLOCK_POSITIONS, CHUNK_BYTES, CONSUMERS, MOST_LINES, PositionRows
+from gemmconv.kernels.sm90.pixels_on_m import BLOCK_POSITIONS, CHUNK_BYTES, CONSUMERS, MOST_LINES, PositionRows, Windows
 
-_COST = costs_of("sm90/gemm_fold_pixels")
+_COST = costs_of("sm90/gemm_fold_pixels")  # gemmconv/costs/h200.json: unit, meaning, and what they were fitted to
 _MOST_POSITIONS = 2 * BLOCK_POSITIONS  # positions of an item
 _MOST_SUMS = 256  # lines of a line block times position blocks of an item: a thread has half as many sums in registers
-_MOST_CELLS = 16  # cells for each input: with more, at least 15 of 16 cells lie outside of the image
+_MOST_CELLS = 16  # cells for each input: with more, at least 15 of 16 cells have no input pixel of their own
 _FOLD_LINES = 32  # lines of a fold at least, if two such folds fit the shared memory that they may take
-_COLUMN_BYTES = 40 << 10  # bytes of shared memory that two folds may always take ("own": the kernel's, beside the rings)
+_COLUMN_BYTES = 40 << 10  # bytes of shared memory that two folds may always take
 _MOST_COLUMN_BYTES = 72 << 10  # bytes that they may take if an item's inputs and two stages of weights leave so many
 _MOST_HALO = 32  # inputs of a window that its neighbours have too
 
@@ -90,27 +92,27 @@ class Tile(PositionRows):
         return cells_of(self.problem)
 
     @cached_property
-    def windows(self) -> tuple[int, int, int]:
-        """Windows of an image, positions from one window to the next, and positions of its left halo."""
+    def windows(self) -> Windows:
+        """How items divide an image."""
         p = self.problem
         if self.window == p.in_pixels:
-            return 1, 0, 0
+            return Windows()
         # Cells read inputs this far to the left and to the right; windows begin with whole pieces.
         left, right = (up_to_multiple(reach, self.piece) for reach in _halo(p))
         step = self.window - left - right
-        return -(-self.cells_of_image[1] // step), step, left
+        return Windows(-(-self.cells_of_image[1] // step), step, left)
 
     @property
     def set_items(self) -> int:
         """Items of a set."""
-        p, (windows, _, _) = self.problem, self.windows
+        p, windows = self.problem, self.windows.per_image
         return -(-p.batch // self.images) if windows == 1 else p.batch * windows
 
     @property
     def cells(self) -> int:
         """Cells of an item."""
-        windows, step, _ = self.windows
-        return self.images * math.prod(self.cells_of_image) if windows == 1 else step
+        windows = self.windows
+        return self.images * math.prod(self.cells_of_image) if windows.per_image == 1 else windows.step
 
     @property
     def fold_pitch(self) -> int:
@@ -162,16 +164,15 @@ class Tile(PositionRows):
 
     @property
     def parts(self) -> int:
-        """Parts into which each row of a cell is cut, for as many threads."""
+        """Parts of each row of a cell, for as many threads, which find their taps by a formula for dilation 1."""
         return self.problem.stride[1] // self.vector if self.problem.dilation[1] == 1 else 1
 
     @property
     def possible(self) -> bool:
         """Whether both rings of shared memory have two buffers at least, and windows are parts of an image."""
         slots, stages = self.ring_sizes
-        whole = self.window == self.problem.in_pixels
         # A single window that is not the whole image is no tile: WINDOWED would be 0, which stands for whole images.
-        return slots >= 2 and stages >= 2 and (whole or self.windows[0] > 1)
+        return slots >= 2 and stages >= 2 and (self.window == self.problem.in_pixels or self.windows.per_image > 1)
 
     @property
     def cycles(self) -> float:
@@ -260,17 +261,17 @@ class GemmFoldPixels(OneFormatForward):
     def fitted(self, config: Config, direction: Pass, tile: Tile) -> Tile | None:
         """The tile for another size, with the same compiled kernel.
 
-        The kernel is compiled for lines, with or without windows, ``position_blocks``, ``fold_turns``, ``vector`` and
-        ``piece``. A size must have the same of each; its items may have fewer positions than the position blocks hold.
-        Images of an item, sets and windows are arguments of the kernel.
+        The kernel is compiled for lines, with or without windows (of one row), ``position_blocks``, ``fold_turns``,
+        ``vector`` and ``piece``. A size must have the same of each; its items may have fewer positions than the
+        position blocks hold. Images of an item, sets and windows are arguments of the kernel.
         """
         p, compiled = config.problem, (tile.position_blocks, tile.fold_turns)
         if not pixels_on_m.serves(p, tile.itemsize, tile.multiprocessors):
             return None
         if (stored_together(p, tile.itemsize), math.gcd(16 // tile.itemsize, p.in_pixels)) != (tile.vector, tile.piece):
             return None
-        positions, windowed = tile.position_blocks * BLOCK_POSITIONS, tile.windows[0] > 1
-        if windowed != (p.in_pixels > _MOST_POSITIONS) or not (windowed or p.in_pixels <= positions):
+        positions, windowed = tile.position_blocks * BLOCK_POSITIONS, tile.windows.per_image > 1
+        if windowed != (p.in_pixels > _MOST_POSITIONS) or p.in_pixels > (p.input_size[1] if windowed else positions):
             return None
 
         def made(images: int, sets: int) -> Tile:
@@ -279,7 +280,7 @@ class GemmFoldPixels(OneFormatForward):
 
         most = 1 if windowed else min(p.batch, positions // p.in_pixels)
         tiles = [one for sets in pixels_on_m.sets_of(p, tile.lines) if (one := made(most, sets)).possible]
-        if not tiles or tiles[0].fold_turns != tile.fold_turns:
+        if not tiles or tiles[0].fold_turns != tile.fold_turns:  # sets change neither folds nor cells
             return None
         sets = min(tiles, key=lambda one: one.cycles).sets
         # Images of an item: as many as fit; fewer, in as many items; or so few that each multiprocessor has an item.

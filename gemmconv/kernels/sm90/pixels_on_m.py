@@ -1,15 +1,13 @@
 """Shared by gemm_depth_to_space and gemm_fold_pixels: products whose rows are positions (pipeline/pixels_on_m.cuh).
 
-A position is an input pixel, a line is a tap of an output channel. The threads that multiply ("consumers") compute a
-product of a position block (128 positions) and a line block at once. Other threads ("producers") fill two rings of
-buffers in shared memory: slots, each with 128 bytes of channels (a chunk) of an item's positions, and stages, each with
-a chunk of the weights of a line block. See gemm_fold_pixels.py for all words, and an example.
+gemm_fold_pixels.py explains the words, with an example. Threads that multiply are consumers, those that copy producers.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -32,15 +30,21 @@ _LOADERS = 96  # threads that copy inputs; a warp beside them copies weights
 _BARRIER_BYTES = 16  # bytes of the barriers of a slot or a stage
 _PIECE = 4  # inputs that are copied together, at least
 _MOST_RING = 12  # slots, and stages
-_STAGES_BYTES = 98_304 + 6 * _BARRIER_BYTES  # bytes of stages that hide how long weights take from the L2 cache
+_STAGES_BYTES = 98_304 + 6 * _BARRIER_BYTES  # of stages at most: 96 KB, see docs/notes/gemm_depth_to_space.md
 _SETS = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64)  # sets that line blocks may be divided into, at most
+
+
+class Windows(NamedTuple):
+    per_image: int = 1  # windows of an image, each for an item: parts of its only row, or all of it
+    step: int = 0  # positions from one window to the next
+    left: int = 0  # left halo: positions of a window before that of its first cell
 
 
 @dataclass(frozen=True)
 class PositionRows:
     """The work of a thread block of such a kernel.
 
-    The values of ``item_positions`` and what follows are those of gemm_depth_to_space; gemm_fold_pixels has its own.
+    ``item_positions`` and what follows are no fields: gemm_depth_to_space has these values, gemm_fold_pixels others.
 
     Attributes:
         problem: the geometry.
@@ -51,8 +55,7 @@ class PositionRows:
         item_positions: positions of an item.
         item_images: images of an item that has whole ones; 0 where items go on across images.
         cells_of_image: cells of an image, down and across, where a kernel folds them.
-        windows: how many windows an image has, positions from one to the next, and positions of a window before that of
-            its first cell.
+        windows: how items divide an image.
         column_bytes: bytes of shared memory that the epilogue needs, beside slots, stages, biases and barriers.
     """
 
@@ -65,7 +68,7 @@ class PositionRows:
     item_positions = BLOCK_POSITIONS
     item_images = 0
     cells_of_image = 1, 1
-    windows = 1, 0, 0
+    windows = Windows()
     column_bytes = 0
 
     @property
@@ -189,9 +192,10 @@ def serves(problem: Problem, itemsize: int, multiprocessors: int) -> bool:
     p = problem
     if p.groups > 1 or p.batch == 0 or p.in_pixels % _PIECE or (itemsize == 2 and p.out_channels * p.taps % 8):
         return False
-    # Chunks and line blocks are counted as if full, and thread blocks count on to items behind the last one.
+    # Bounds: `products` of i in produce_weights (of full chunks and line blocks), `items` of i in each_item
+    # (it ends after the last item), `reach` of position in produce_inputs, outputs of at in gemm_depth_to_space.cu.
     products = (p.in_channels + 64) * max(p.out_channels * p.taps + MOST_LINES, p.in_pixels)
-    least = min(BLOCK_POSITIONS // 2, p.in_pixels)  # positions of an item that no other has
+    least = min(BLOCK_POSITIONS // 2, p.in_pixels)  # positions of an item, at least, that no other has
     items = (p.batch * p.in_pixels + (multiprocessors + 2) * BLOCK_POSITIONS) * max(_SETS) // least
     reach = p.batch * p.in_pixels + 2 * BLOCK_POSITIONS
     return max(products, items, reach, MOST_LINES // p.taps * p.out_pixels) <= INT32_MAX
@@ -204,7 +208,7 @@ def sets_of(problem: Problem, lines: int) -> set[int]:
 
 
 def macros_of(tile: PositionRows, dtype: torch.dtype) -> Macros:
-    """Macros that csrc/include/pipeline/pixels_on_m.cuh asks for."""
+    """Macros that csrc/include/pipeline/pixels_on_m.cuh asks for; its ``multiply`` has a table of CHUNK_CLASS."""
     p = tile.problem
     return {
         "ELEMENT_T": ELEMENT_TYPES[dtype],
@@ -213,7 +217,7 @@ def macros_of(tile: PositionRows, dtype: torch.dtype) -> Macros:
         "KERNEL_W": p.kernel_size[1],
         "WHOLE_CHANNELS": int(p.in_channels * tile.itemsize % CHUNK_BYTES == 0),
         "CHUNK_CLASS": 1 if tile.chunks == 1 or tile.position_blocks == 2 else 2 + tile.chunks % 2,
-        "WINDOWED": int(tile.windows[0] > 1),
+        "WINDOWED": int(tile.windows.per_image > 1),
         "LINES": tile.lines,
         **named_macros(tile, "position_blocks piece column_bytes"),
     }
@@ -223,7 +227,7 @@ def program(config: Config, name: str, tile: PositionRows, macros: Macros, run: 
     """A forward pass by csrc/sm90/``name``.cu. If ``run`` is not 1, packing gives runs of so many lines to a thread."""
     box, pack = (_BOX_LINES, CHUNK_BYTES // tile.itemsize), None
     (in_h, in_w), (cells_h, cells_w) = tile.input_size, tile.cells_of_image
-    divisors = tile.sets, in_h * in_w, tile.windows[0], in_w, cells_h * cells_w, cells_w
+    divisors = tile.sets, in_h * in_w, tile.windows.per_image, in_w, cells_h * cells_w, cells_w
     if tile.packed:
         pack = packing(k_major_macros(tile.problem, tile.lines, tile.chunks * (CHUNK_BYTES // 16), run))
     params: Params = {
