@@ -22,11 +22,9 @@
  * of the columns is read at most once.
  *
  * A thread of the first case (S=2 P=1 K=3 D=1 on both axes, 4 inputs a row), j=1, at output row 3, so outputs 2 and 3:
- *
  *   down the rows   position 4: first_kh = 0, taps 0 and 2, which read input rows 2 and 1
  *   s=0, output 2   position_w 1: first_kw = 1, the only tap, shift 0: input origin + 0 = 1
  *   s=1, output 3   position_w 2: first_kw = 0, taps 0 and 2, shifts 1 and 0: inputs 2 and 1
- *
  * A launch folds the output rows [out_row_begin, out_row_begin + out_rows) from columns that hold the input rows
  * [in_row_begin, in_row_begin + in_rows), which must be all that those outputs read.
  *

@@ -26,8 +26,7 @@
  *
  * Boxes lie as lines of 128 bytes, whose pieces of 16 are in another order (ptx/wgmma.cuh), so that words come free of bank
  * conflicts: a channel's neighbouring positions, of one row or, of WHOLE rows, going on into the next; in channels_last a
- * position's channels. Of float32 in NCHW the words t and t + 4 of a product are channels 2t and 2t + 1
- * for the same reason.
+ * position's channels. For the same reason words t and t + 4 of a product are channels 2t and 2t + 1 of float32 in NCHW.
  *
  * A warp's positions go from the stage to registers, where float32 is rounded to TF32, each once; the weights stay in shared
  * memory. SPLIT: float32 in three products of TF32 (see sm90/implicit_gemm.cu), whose sums leave the tensor core, which rounds

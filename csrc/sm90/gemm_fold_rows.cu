@@ -45,15 +45,13 @@
  *
  * What limits 16 bits is shared memory: products of 64 x 128 read it three quarters of their time, beside shuffles and lines of
  * outputs. A warp that folds is alone on its scheduler, so its instructions count: what comes from one lane is added up before it
- * is shuffled, and pieces of lines are loaded together before they are stored. Before that, KernelBench 71 took 261 us, and takes 208 (sm90/implicit_gemm.cu 292). TF32: memory, where there is much of it. A product of
- * 64 x 8 x 192 keeps tensor cores busy for 96 cycles, and reads weights for 48 and words for 16; beside that come boxes, shuffles
- * and lines. While each piece of a line was stored by a branch of its own, folds took longer than the products that were to hide
- * them (KernelBench 57 2366 us, and 2019). docs/notes has the measurements.
+ * is shuffled, and pieces of lines are loaded together before they are stored. TF32: memory, where there is much of it. A product
+ * of 64 x 8 x 192 keeps tensor cores busy for 96 cycles, and reads weights for 48 and words for 16; beside that come boxes,
+ * shuffles and lines. docs/notes/gemm_fold_rows.md has what was measured.
  *
  * Memory is written in sectors of 32 bytes, and a part of one costs as much as to read and to write all of it. Rows of outputs
  * begin anywhere in a sector. So in TF32, where WHOLE_SECTORS are stored, a line lies in shared memory as far behind a sector's
- * beginning as in memory, behind what was left over of the line before; what is left over of it waits for the next line. (In 16
- * bits that gained at most a tenth, for two layers of KernelBench.) 8 x 64 planes of 1026 x 1026 floats, in lines of 128 bytes, nothing else done: 1657 us, 8 x 32 planes of 514 x 1026 350 us, of 512 x 1024 152 us.
+ * beginning as in memory, behind what was left over of the line before; what is left over of it waits for the next line.
  *
  * Macros: ELEMENT_T, PIXELS_ON_M; CHANNELS (of a group, up to whole products, or whole CHUNKs), IN_CHANNELS, OUT_CHANNELS (of a
  * group); CHANNEL_SETS, PHASES (rows of a cell: SPAN_H), SPAN_W; DELAYED, and tables DELAY and PHASE of each tap across (the

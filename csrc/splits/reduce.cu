@@ -2,15 +2,12 @@
  *
  *   partials [slices, groups, TAPS, rows, columns] -> sums [groups, rows, columns, TAPS], or [groups, rows, TAPS, columns]
  *                                                    of a weight in channels_last
- *
  * fused's weight gradients have input channels in rows and output channels in columns. Where TAPS is 1, partials lie as the sums
  * do, and all elements are columns of one row.
  *
  * A block owns all taps of RUN columns of a row, which are contiguous in the sums: it reads pieces of READ columns of a tap,
  * transposes them in shared memory, and writes pieces of WRITE. SHARES threads share a sum, each adds every SHARES-th slice, so the
  * order is always the same.
- *
- * Sum by sum, with 16-bit writes, it took as long as the products: 34 us of 72 (SimpleBaseline 1, fp16).
  *
  * Macros: ELEMENT_T; SUM_T (what sums are written as: ELEMENT_T, or float, to which autocast's gradients are widened once they
  * are rounded); PARTIAL_T (of partial sums: what sums are kept in, or ELEMENT_T where there is one slice); CHANNELS_LAST (of the

@@ -49,8 +49,7 @@ __device__ __forceinline__ cell_t cell_at(const implicit_gemm_params& p, int pos
  *
  *   stage [2][BLOCKS][kPart positions][kPixel], of which 64 are used, so that banks differ
  *
- * Warps that stored their 16 rows alone, 32 bytes of 16 positions at a time, took longer: 1043 us against 946 (KernelBench 57,
- * fp16), 74 against 59 (Mask R-CNN); float32 stored from registers, 64 bytes of 4 positions, 1671 against 1544 (69, TF32).
+ * Warps that stored their 16 rows alone, 32 bytes of 16 positions at a time, took a tenth to a quarter longer (fp16).
  */
 __device__ __forceinline__ void store_tile(
     const implicit_gemm_params& p, const item_t& item, const float (&sums)[BLOCKS][COLUMNS / 2], int first, int side,
@@ -192,15 +191,13 @@ __device__ __forceinline__ void store_tile(
 #else
 /* A line is what a warp has of a channel at kLineCells positions. Its VECTOR neighbours that a thread stores together are a
  * piece; a warp stores 32 pieces in a turn. Those of a line follow each other; but where two lines are read at once, kApart
- * lines lie between them, so that lines of 64 bytes lie in different banks. Lines of 64 bytes took longer than those of 128 or
- * 256: what a store costs is how many of them it has parts of. fp16, H200: KernelBench 71 328 us, with longer ones 295, 78 400
- * and 363, PointPillars 2 42 and 36; pieces of 16 bytes instead of 8 changed nothing.
+ * lines lie between them, so that lines of 64 bytes lie in different banks. Lines of 64 bytes took a tenth longer than those of
+ * 128 or 256 (fp16, H200): what a store costs is how many of them it has parts of.
  */
 constexpr int kLines = kOuter * 8, kLinePieces = kLineCells * kInner / VECTOR, kTurnsOfPart = kLines * kLinePieces / 32;
 constexpr bool kHalfLines = sizeof(ELEMENT_T) == 2 && kLineCells * kInner == 32;
 // M blocks are rows of a cell, one below the other: a channel has a line in each, which are stored together. Short rows end in
-// the sectors that the next ones begin in, which a warp then has whole: Mask R-CNN in fp16 95 us, with it 87, in TF32 179 and
-// 164. The rows of U-Net and PointPillars are longer, and took as long.
+// the sectors that the next ones begin in, which a warp then has whole: 8% faster for Mask R-CNN's rows of 28 outputs.
 constexpr bool kDown = PAIRING == PAIR_ROWS && BLOCKS > 1;
 constexpr int kLineChannels = kDown ? 8 : kLines;
 constexpr int kApart = kDown ? kLineChannels : kHalfLines && VECTOR > 1 && kInner <= 2 ? 4 / kInner : 1;
