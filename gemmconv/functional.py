@@ -98,12 +98,12 @@ def conv_transpose2d(
         and not torch.compiler.is_compiling()
         and torch._C._get_tracing_state() is None  # under torch.jit.trace sizes are tensors
     )
-    # The first case that holds says what computes the call, 1 to 3 and 5 only for "auto" and "native":
-    #   1. on a CPU, traced, compiled or a subclass    torch's operator, unless auto has few output channels
+    # The first case that holds says what computes the call. 1 to 3, and 5 but for ONNX, are for "auto" and "native":
+    #   1. on a CPU, traced, compiled or a subclass    torch's operator, but in an export, or if auto has few outputs
     #   2. complex                                     torch's operator, which makes real tensors of them
     #   3. eager, if torch's operator is chosen        torch's operator, without ours around it, which costs host time
     #   4. eager                                       a prepared call, which launches kernels without the dispatcher
-    #   5. transforms, wrapper subclasses, ONNX        torch's operator, for which they have rules (ONNX: by any name)
+    #   5. transforms, wrapper subclasses, ONNX        torch's operator, for which they have rules
     #   6. all else                                    our operator by torch's dispatcher; also under the transforms of
     #                                                  case 5 for a named algorithm or another precision than torch's
     if input.is_cpu and not is_eager and _is_left_to_torch_on_the_cpu(weight, groups, algorithm):  # 1
@@ -112,8 +112,8 @@ def conv_transpose2d(
         return torch.conv_transpose2d(input, weight, bias, *geometry)
     # is_left_to_torch raises where shapes do not fit together.
     if is_eager and (input.is_cuda or input.is_cpu) and ops.is_left_to_torch(input, weight, bias, arguments):  # 3
-        call_cache.find_or_make(key, lambda: lambda *tensors: torch.conv_transpose2d(*tensors, *geometry))
-        return torch.conv_transpose2d(input, weight, bias, *geometry)
+        call = call_cache.find_or_make(key, lambda: lambda *tensors: torch.conv_transpose2d(*tensors, *geometry))
+        return call(input, weight, bias)
     # 4. Only calls on torch's own tensors, outside of torch.compile, have a key. prepare returns None in other modes.
     if key is not None:
         call = call_cache.find_or_make(key, lambda: plain.prepare(input, weight, bias, arguments))

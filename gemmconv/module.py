@@ -26,7 +26,7 @@ class _Layer(nn.Module):
     algorithm: str = "auto"
     precision: Precision | None = None
     workspace_limit: int | None = None
-    _cached_key: tuple[Any, bytes | None] | None = None  # arguments of the last call, and their key
+    _cached_key: tuple[Any, bytes | None] | None = None  # attributes at the last call, and the key of its arguments
     _axes: int  # 1 for signals, 2 for images, 3 for volumes
     _function: Callable[..., Tensor]  # the functional form: it computes any call, with all checks
 
@@ -62,7 +62,7 @@ class _Layer(nn.Module):
         self._register()
 
     def _register(self) -> None:
-        """A hook that runs when a layer was made, copied or unpickled; it does nothing here."""
+        """A hook that runs when a layer was made, copied or unpickled. 2-D layers have one."""
 
     def _arguments(self) -> tuple[Any, ...]:
         """The arguments of a call after its tensors; for a 1-D layer those of the equal call on images of height 1."""
@@ -93,8 +93,8 @@ class _Layer(nn.Module):
             ValueError: an output_size that no output_padding below the stride gives.
         """
         compiling = torch.compiler.is_compiling()
-        # Inside ``gemmconv.patched`` every torch function calls the block's mode, which does nothing for our layers. So
-        # the call begins again with modes switched off: then none is counted.
+        # find_call finds nothing inside a mode. ``gemmconv.patched``'s changes nothing for our layers, so the call is
+        # made again with modes switched off, where the cache may serve it.
         if not compiling and function_mode_count() and only_patched():
             with torch._C.DisableTorchFunction():
                 return self.forward(input, output_size)
@@ -114,7 +114,7 @@ class _Layer(nn.Module):
                 return call(input, weight, bias)
             if key is not None:
                 self._before_other_calls(input, weight, bias)
-                output = self._call_as_images(key, arguments_key, input, weight, bias)
+                output = self._call_on_signals(key, arguments_key, input, weight, bias)
                 if output is not None:
                     return output
         # Any other call, with all checks.
@@ -137,12 +137,13 @@ class _Layer(nn.Module):
         )
 
     def _before_other_calls(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-        """A hook that runs before a call that no cached one serves, such as the first of a size; nothing here."""
+        """A hook that runs before a call that no cached one serves, as the first of a size. 2-D layers have one."""
 
-    def _call_as_images(
+    def _call_on_signals(
         self, key: Any, arguments_key: bytes, input: Tensor, weight: Tensor, bias: Tensor | None
     ) -> Tensor | None:
-        """The output of a call that is not in the cache under its signature ``key``, computed on images; None here."""
+        """The output of a 1-D layer's call whose signature ``key`` is not in the cache; None for other layers."""
+        return None
 
     def extra_repr(self) -> str:
         """torch.nn.ConvTranspose2d's text, then the algorithm and the options that are not None."""
@@ -206,7 +207,7 @@ class ConvTranspose1d(_Layer, nn.ConvTranspose1d):
     _axes = 1
     _function = staticmethod(rank.conv_transpose1d)
 
-    def _call_as_images(
+    def _call_on_signals(
         self, key: Any, arguments_key: bytes, input: Tensor, weight: Tensor, bias: Tensor | None
     ) -> Tensor | None:
         """The output by a new prepared call on signals, or by a cached one on images of height 1; None without one.
@@ -216,8 +217,7 @@ class ConvTranspose1d(_Layer, nn.ConvTranspose1d):
         if input.dim() not in (2, 3):
             return None
         call = None
-        # Arguments that are wrong get their error from the functional form, in the words of one axis. It prepares the
-        # call again, so what else goes wrong here, such as a lack of memory, is raised there, too.
+        # Errors are ignored here: forward then calls the functional form, which fails again, in the words of one axis.
         with suppress(TypeError, RuntimeError, ValueError, NotImplementedError):
             if input.dim() == 3:
                 prepare = partial(plain.prepare_signal, input, weight, bias, self._arguments())

@@ -15,9 +15,10 @@ Estimated device times in microseconds, by algorithm; host times count only wher
     weight_grad        35.8      71.6          111.6     555.3
     both in one call      -         -          141.2         -
 
-_fastest_pair compares all 16 pairs of the first two rows, and what the third row has. (torch's operator has no estimate
-there on Hopper, where one call or two launch the same kernels.) The best is fused for both: 65.6 us. By way of
-channels_last the kernels would take 53.4 us, and three transposes 18.3 us more: 71.7 us. So the pair stays as it is.
+_fastest_pair compares all 16 pairs of the first two rows, and what the third row has. (For torch's operator that is
+infinite on Hopper, where one call or two launch the same kernels, and finite on other GPUs.) The best is fused for
+both: 65.6 us. By way of channels_last the kernels would take 53.4 us, and three transposes 18.3 us more: 71.7 us. So
+the pair stays as it is.
 """
 
 from __future__ import annotations
@@ -50,7 +51,11 @@ from gemmconv.selection import (
 
 
 class Gradients(NamedTuple):
-    """The algorithms of both gradients of a backward pass."""
+    """The algorithms of both gradients of a backward pass, and how their two calls are joined, if they are.
+
+    They are one call (``at_once``), or two that share a transpose (``share``, for tensors in channels_last), or two
+    between transposes of all tensors (``via_channels_last``, for tensors in NCHW); else two calls and nothing more.
+    """
 
     input_grad: Algorithm
     weight_grad: Algorithm
@@ -65,7 +70,7 @@ class Gradients(NamedTuple):
         return [self.input_grad.choice(config, "input_grad"), self.weight_grad.choice(weight_config, "weight_grad")]
 
     def are_torchs_in_one_call(self, config: Config, weight_config: Config) -> bool:
-        """Whether one call of torch's operator gives both gradients, with the kernels that two calls would take."""
+        """Whether one call of torch's operator gives what the two would, by the same kernels, ``at_once`` or not."""
         both_native = self.input_grad is self.weight_grad is NATIVE
         return both_native and not self.via_channels_last and config.memory_format is weight_config.memory_format
 
@@ -163,9 +168,9 @@ def _pair_on_other_gpus(config: Config, weight_config: Config, able: tuple[Algor
     ours = tuple(one for one in able if one is not NATIVE)
     if not ours:
         return pair_of_torch
-    pair = on_measured_gpu(config), on_measured_gpu(weight_config)
-    seconds_of_torch = Seconds(NATIVE.grads_estimate(*pair), NATIVE.host_seconds(config, "grads"))
-    is_faster = _fastest_pair(*pair, ours)[0].waited < clearly_below(config, seconds_of_torch)
+    as_measured = on_measured_gpu(config), on_measured_gpu(weight_config)  # with the capability of the GPU at hand
+    seconds_of_torch = Seconds(NATIVE.grads_estimate(*as_measured), NATIVE.host_seconds(config, "grads"))
+    is_faster = _fastest_pair(*as_measured, ours)[0].waited < clearly_below(config, seconds_of_torch)
     if NATIVE in able and not is_faster:
         return pair_of_torch
     return _fastest_pair(config, weight_config, ours)[1]
@@ -195,10 +200,10 @@ tuned.on_change.append(_fastest_pair.cache_clear)  # an algorithm's estimate is 
 def leaves_all_to_torch(config: Config, requested: str, where: str, of_input: bool, of_weight: bool) -> bool:
     """Whether a forward pass and the gradients that may follow it are torch's own, with torch's settings.
 
-    ``of_input`` and ``of_weight`` say which gradients may follow; for the others see :func:`choose`.
+    A call of torch's operator for which we set cuDNN's flag (``config.deterministic``) is not torch's own. So this is
+    always False for "auto" on Hopper, if kernels can be compiled. ``of_input`` and ``of_weight`` say which gradients
+    may follow; for the others see :func:`choose`.
     """
-    # A deterministic call of torch's operator is not torch's own: it sets cuDNN's flag. So on Hopper nothing is left
-    # to torch in this sense where "auto" is asked for and kernels can be compiled.
     if config.deterministic or choose(config, requested, where) is not NATIVE:
         return False
     if of_input and of_weight:

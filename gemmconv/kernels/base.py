@@ -109,8 +109,8 @@ class Kernel(ABC):
         features: required entries of :attr:`gemmconv.device.DeviceSpec.features`.
         dtypes: element types.
         serves: the layers that it is for, as a clause after "it is for".
-        computed_in: the required memory format; tensors in the other are transposed first. None if it takes either, or
-            refuses one.
+        computed_in: the memory format to which tensors in the other one are transposed first. None if nothing is
+            transposed: the kernel takes both formats, or refuses one (``only_in`` in sm90/base.py).
     """
 
     name: ClassVar[str]
@@ -156,7 +156,8 @@ class Kernel(ABC):
     def fitted(self, config: Config, direction: Pass, tile: Any) -> Any | None:
         """Reuse the kernel compiled for ``tile`` at another size: the tile for ``config``'s batch, height and width.
 
-        None if that kernel, as it is compiled, cannot compute this size, which then compiles one of its own.
+        None if that kernel, as it is compiled, cannot compute this size, which then compiles one of its own. So without
+        a method of its own a kernel is compiled for each size.
         """
         return None
 

@@ -12,6 +12,11 @@ The first call of a signature goes through these stages; here ``[8, 64, 32, 32]`
 
 For both gradients a pair of algorithms is chosen, ``pairs.Gradients``. On a CPU, and for torch's operator, there is
 no program: the algorithm prepares the call itself. Layers on volumes have operators of their own, in volumes.py.
+
+Calls past torch's dispatcher (plain.py, recording.py) may take and return other tensors than an operator's schema says,
+which saves launches. A ``Convention`` says which. With ``parameter_dtype`` weight and bias come in float32 and the call
+casts them, as autocast asks; with ``returns_casts`` it returns the casts, too, for autocast's cache and the backward
+pass; with ``is_signal`` input and output have one axis, and the memory of images of height 1.
 """
 
 from __future__ import annotations
@@ -49,6 +54,7 @@ from gemmconv.ops.schemas import (
 
 
 def _compute(direction: Pass, where: str, *inputs: Any) -> Any:
+    """The operator ``where``: its tensors, then for one gradient the sizes, then the arguments from the stride on."""
     tensors, sizes, arguments = split_arguments(where, inputs)
     with make_current(tensors[0].device):
         return prepare_call(direction, tensors, sizes, arguments)(*tensors)
@@ -73,8 +79,8 @@ def prepare_call(
     convention = convention or default_convention(direction, tensors)
     # The arguments as bytes, which are made quickly. Symbolic sizes of a traced graph have none: then the values.
     given = arguments_key((sizes, arguments)) or (sizes, Options(*as_hashable(arguments)))
-    current = selection.torch_precision(tensors[0].dtype, tensors[0].device)
-    key = (direction, *map(tensor_signature, tensors), given, current, convention)
+    precision = selection.torch_precision(tensors[0].dtype, tensors[0].device)  # the user may change it between calls
+    key = (direction, *map(tensor_signature, tensors), given, precision, convention)
     return find_or_make(key, lambda: _prepare_or_fall_back(direction, tensors, sizes, arguments, convention))
 
 
@@ -110,7 +116,7 @@ def _choose_and_prepare(
 def _prepare_forward(algorithm: Algorithm, config: Config, tensors: Tensors, convention: Convention) -> Prepared:
     """Prepare a forward pass: its program, or where there is none, the algorithm's own call on tensors.
 
-    A call on signals never casts its parameters; see :func:`plain.prepare_signal`.
+    A convention has ``is_signal`` or ``parameter_dtype``, never both: see :func:`plain.prepare_signal`.
     """
     if (program := pass_program("forward", algorithm, config)) is not None:
         program = with_signal_output(program) if convention.is_signal else program
@@ -160,6 +166,7 @@ def _col2im(columns: Tensor, output_size: Any, *arguments: Any) -> Tensor:
 
 for _direction in PASSES:
     _where = operator_name(_direction)
+    # Explicit: autograd.py registers the derivative. Implicit: autograd follows the operators that the body calls.
     register(_where, partial(_compute, _direction, _where), "CompositeExplicitAutograd")
 register("conv_transpose2d_casting", _conv_transpose2d_casting, "CompositeImplicitAutograd")
 register("im2col", _im2col, "CompositeExplicitAutograd")

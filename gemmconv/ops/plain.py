@@ -40,7 +40,7 @@ def find_call(input: Tensor, weight: Tensor, bias: Tensor | None, arguments_key:
     """The cached call for these tensors and arguments, if there is one, and their signature."""
     try:
         key = call_signature(input, weight, bias, arguments_key)
-    except RuntimeError:  # a tensor without strides
+    except RuntimeError:  # a tensor without strides, such as a sparse one
         return None, None
     return call_cache.entries.get(key), key
 
@@ -48,7 +48,7 @@ def find_call(input: Tensor, weight: Tensor, bias: Tensor | None, arguments_key:
 def prepare(input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Arguments) -> Call | None:
     """Prepare the call on these tensors. Returns None if the dispatcher has to serve it, for its mode or its tensors.
 
-    Callers have asked is_left_to_torch before: where torch's operator serves all passes, they call that.
+    Precondition: is_left_to_torch is False for the call, or it was not asked, as in code that torch.compile generated.
 
     Args:
         input, weight, bias: the input may be without a batch.
@@ -71,7 +71,7 @@ def _prepare_autocast(tensors: Tensors, arguments: Arguments) -> Call:
         call = prepare_recording(tuple(map(cast, tensors)), arguments)
         return lambda input, weight, bias: call(cast(input), cast(weight), cast(bias))
     # The call takes float32 parameters and casts them, so its kernels are chosen for the casts. Stand-ins have shapes
-    # and strides of the casts, and no data. Only dtypes and flags of the parameters are read; the call keeps neither.
+    # and strides of the casts, and no data. The prepared call keeps no reference to parameters or stand-ins.
     input, *parameters = tensors
     stand_ins = cast(input), *(without_data(one, dtype) for one in parameters)
     casting = prepare_recording(stand_ins, arguments, parameters=tuple(parameters))
@@ -100,17 +100,17 @@ def prepare_signal(input: Tensor, weight: Tensor, bias: Tensor | None, arguments
 def casts_parameters(tensors: Tensors, dtype: torch.dtype) -> bool:
     """Whether a call casts weight and bias to autocast's ``dtype`` by a launch of its own; if not, torch casts them.
 
-    autograd does not see our cast: our backward pass writes the gradient of the float32 parameter itself. That is right
-    for a leaf. Any other tensor that needs a gradient has to be cast by torch, so that its graph holds the cast.
-    Autocast keeps casts of leaves that need gradients ("cacheable") for later calls of its block; a call of ours keeps
-    both of its casts there or none. So, if nothing else forbids it:
+    autograd does not see our cast: our backward pass writes the gradient straight to the float32 parameter. A leaf gets
+    it that way. Any other tensor must get its gradient through its own graph, which torch's cast has to be part of.
 
-        weight and bias     gradients recorded    without
-        all cacheable       ours, kept            ours, kept
-        none cacheable      torch's               ours, not kept
-        one of two          torch's               torch's
+    Where autocast would keep torch's cast of a parameter for later calls of its block (:func:`is_cacheable`: it is a
+    leaf that requires a gradient, and more), a call of ours keeps its cast there too, both casts or none. So, with
+    "recorded" for gradients that are recorded and that weight or bias requires:
 
-    ("none" and recorded is ours, too, if neither needs a gradient.)
+        cacheable       recorded              not recorded
+        both            ours, kept            ours, kept
+        neither         torch's               ours, not kept
+        one of two      torch's               torch's
     """
     input, *parameters = (one for one in tensors if one is not None)
     # The kernel that casts, csrc/layout/cast.cu, reads float32 and writes 16 bits. Autocast casts no float64 input.
