@@ -7,6 +7,8 @@
     other GPUs  _pair_on_other_gpus       torch's operator, unless ours is clearly faster
     CPU         one_by_one                what selection.choose gives for each gradient alone
 
+A named algorithm, and a GPU for which no kernels can be compiled, go the CPU's way.
+
 An example on an H200: input ``[32, 256, 16, 16]``, float16 in NCHW, 128 output channels, kernel 4, stride 2, padding 1.
 Estimated device times in microseconds, by algorithm; host times count only where they are longer:
 
@@ -15,8 +17,8 @@ Estimated device times in microseconds, by algorithm; host times count only wher
     weight_grad        35.8      71.6          111.6     555.3
     both in one call      -         -          141.2         -
 
-_fastest_pair compares all 16 pairs of the first two rows, and what the third row has. (For torch's operator that is
-infinite on Hopper, where one call or two launch the same kernels, and finite on other GPUs.) The best is fused for
+_fastest_pair compares all 16 pairs of the first two rows, and what the third row has. (On Hopper torch's
+operator has no estimate there: one call launches the kernels of two. On other GPUs it has one.) The best is fused for
 both: 65.6 us. By way of channels_last the kernels would take 53.4 us, and three transposes 18.3 us more: 71.7 us. So
 the pair stays as it is.
 """
@@ -83,10 +85,8 @@ class Gradients(NamedTuple):
 def choose_pair(config: Config, weight_config: Config, requested: str, where: str) -> Gradients:
     """The algorithms of the input's and the weight's gradient of one backward pass.
 
-    A named algorithm, or a CPU, takes what :func:`choose` gives for each gradient, in one call if the algorithm can.
-    ``"auto"`` on Hopper takes the pair with the least estimate: one algorithm that computes both at once; two that
-    share the transpose of grad_output (channels_last); or, for 16-bit tensors in NCHW, two that compute in
-    channels_last with three transposes around them.
+    On Hopper these are compared: one algorithm that computes both at once; two that share the transpose of grad_output
+    (channels_last); and, for 16-bit tensors in NCHW, two that compute in channels_last with three transposes around.
 
     Args:
         config, weight_config: configurations of the input's and the weight's gradient, equal but for memory formats.
@@ -169,7 +169,7 @@ def _pair_on_other_gpus(config: Config, weight_config: Config, able: tuple[Algor
     if not ours:
         return pair_of_torch
     as_measured = on_measured_gpu(config), on_measured_gpu(weight_config)  # with the capability of the GPU at hand
-    seconds_of_torch = Seconds(NATIVE.grads_estimate(*as_measured), NATIVE.host_seconds(config, "grads"))
+    seconds_of_torch = Seconds(NATIVE.grads_estimate(*as_measured), NATIVE.host_seconds(as_measured[0], "grads"))
     is_faster = _fastest_pair(*as_measured, ours)[0].waited < clearly_below(config, seconds_of_torch)
     if NATIVE in able and not is_faster:
         return pair_of_torch
@@ -181,8 +181,8 @@ def _fastest_pair(config: Config, weight_config: Config, among: tuple[Algorithm,
     """The estimate and the algorithms of both gradients for which a step waits the least, for tensors as they are."""
     inputs, weights = estimates(config, "input_grad", among), estimates(weight_config, "weight_grad", among)
     saved, found = grad_output_transpose_seconds(config), []
-    # Host times were measured for whole backward passes by one algorithm. A pair counts the longer one, since a pass
-    # is enqueued once, whatever its two gradients are computed by.
+    # Host times were measured for whole backward passes, not for a gradient each. So of a mixed pair the longer one
+    # counts, not the sum.
     host = {one: one.host_seconds(config, "grads") for one in among}
     for (first_seconds, first), (second_seconds, second) in itertools.product(inputs, weights):
         share = _share(first, second, config, weight_config)

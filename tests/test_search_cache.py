@@ -77,7 +77,7 @@ def test_every_tile_is_what_it_was_before_it_was_kept(disk):
 
 def test_results_of_processes_come_together(disk):
     for number in range(3):
-        assert search_cache.cached(lambda n=number: n, lambda n=number: (n, 0.5), always=True)[0] == number
+        assert search_cache.cached(lambda n=number: n, lambda n=number: (n, 0.5))[0] == number
         search_cache.write()
         disk()
     assert len(search_cache._entries()) == 3
@@ -86,7 +86,7 @@ def test_results_of_processes_come_together(disk):
 def test_few_are_kept_and_the_oldest_go(disk, monkeypatch):
     monkeypatch.setattr(search_cache, "_MOST_RESULTS", 2)
     for number in range(3):
-        search_cache.cached(lambda number=number: number, lambda: 1, always=True)
+        search_cache.cached(lambda number=number: number, lambda: 1)
     search_cache.write()
     disk()
     asked = []
@@ -96,19 +96,17 @@ def test_few_are_kept_and_the_oldest_go(disk, monkeypatch):
 
 
 def test_results_are_of_their_code(disk, monkeypatch):
-    search_cache.cached(lambda: 1, lambda: "old", always=True)
+    search_cache.cached(lambda: 1, lambda: "old")
     search_cache.write()
     disk()
     monkeypatch.setattr(search_cache, "_code", lambda: bytes(32))
     assert search_cache.cached(lambda: 1, lambda: "new") == "new"
 
 
-def test_quick_results_and_those_of_processes_without_a_gpu_are_not_kept(disk, monkeypatch):
-    search_cache.cached(lambda: 1, lambda: 1)
-    assert search_cache._entries() == {}
+def test_results_of_processes_without_a_gpu_are_not_kept(disk, monkeypatch):
     monkeypatch.setattr(search_cache, "without_gpu", False)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
-    search_cache.cached(lambda: 1, lambda: 1, always=True)
+    search_cache.cached(lambda: 1, lambda: 1)
     assert search_cache._entries() == {}
 
 
@@ -131,7 +129,7 @@ def test_what_somebody_else_wrote_is_not_run(entry, disk):
 
 
 def test_a_process_that_ends_writes_what_it_found(tmp_path):
-    code = "from gemmconv.kernels import search_cache as s; s.without_gpu = True; s.cached(lambda: 1, {!r}.upper, True)"
+    code = "from gemmconv.kernels import search_cache as s; s.without_gpu = True; s.cached(lambda: 1, {!r}.upper)"
     for text, printed in (("a", "A"), ("b", "A")):
         found = output_of(f"{code.format(text)}; print(*s._entries().values())", GEMMCONV_CACHE_DIR=str(tmp_path))
         assert found.strip() == str(pickle.dumps(printed))

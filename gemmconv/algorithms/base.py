@@ -179,7 +179,7 @@ def _fitted(kernels: tuple[Kernel, ...], config: Config, direction: Pass, lacks:
     """The best choice of the size classes, fitted to the sizes; the best for these sizes alone if none fits."""
     fitting = []
     for representative in representatives(config):
-        if (best := _fastest(kernels, representative, direction, lacks, True)) is not None:
+        if (best := _fastest(kernels, representative, direction, lacks)) is not None:
             tile = best.kernel.fitted(config, direction, best.tile)
             if tile is not None:
                 fitting.append(Choice(best.kernel, tile, best.kernel.expected(config, direction, tile)))
@@ -190,14 +190,10 @@ def _fitted(kernels: tuple[Kernel, ...], config: Config, direction: Pass, lacks:
 
 
 @lru_cache(maxsize=4096)
-def _fastest(
-    kernels: tuple[Kernel, ...], config: Config, direction: Pass, lacks: str | None, of_class: bool = False
-) -> Choice | None:
+def _fastest(kernels: tuple[Kernel, ...], config: Config, direction: Pass, lacks: str | None) -> Choice | None:
     """The choice with the least expected time; None if no kernel computes the pass.
 
-    Args:
-        lacks: the result of :func:`missing_software`, on which choices depend too.
-        of_class: whether the sizes stand for a class, so that other sizes will need this result again.
+    Choices depend on ``lacks``, too: it is the result of :func:`missing_software`.
     """
 
     def key() -> object:
@@ -208,7 +204,7 @@ def _fastest(
         return None if best is None else (kernels.index(best.kernel), best.tile, best.seconds)
 
     on_disk = config.device.type == "cuda" and lacks is None
-    found = cached(key, search, of_class) if on_disk else search()
+    found = cached(key, search) if on_disk else search()
     return None if found is None else Choice(kernels[found[0]], *found[1:])
 
 

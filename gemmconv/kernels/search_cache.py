@@ -1,4 +1,4 @@
-"""Results of slow searches for tiles, cached on disk beside compiled kernels, so that no other process repeats them.
+"""Results of searches for tiles, cached on disk beside compiled kernels, so that no other process repeats them.
 
 A result is a pure function of its key and of this package's code, and is stored under a digest of both. So a cached
 result always equals that of a new search: the cache saves time and changes no choice. All results are one entry of the
@@ -16,7 +16,6 @@ import io
 import os
 import pickle
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -27,7 +26,6 @@ import torch
 T = TypeVar("T")
 
 _PACKAGE = Path(__file__).parents[1]
-_SLOW = 1e-3  # seconds of thread time from which a search's result is cached
 _MOST_RESULTS = 4096  # of some 600 bytes each
 _WRITE_DELAY = 2.0  # seconds from a result until it is written to disk, with others
 
@@ -37,14 +35,15 @@ _timer: threading.Timer | None = None  # runs while results wait to be written
 _writing = threading.Lock()
 
 
-def cached(key_of: Callable[[], object], search: Callable[[], T], always: bool = False) -> T:
+def cached(key_of: Callable[[], object], search: Callable[[], T]) -> T:
     """The result of ``search``, read from the cache if it is there.
+
+    Quick results are cached too: a search is quick where this process has found its tiles before, for another key.
 
     Args:
         key_of: returns everything that the result depends on, but for code and costs; the ``repr`` of it is the key and
             must be equal in every process.
         search: returns plain values, and dataclasses and named tuples of this package.
-        always: whether to cache quick results too: a process that has less in memory may need longer.
     """
     global _timer
     if not (enabled and (without_gpu or torch.cuda.is_initialized())):
@@ -53,15 +52,13 @@ def cached(key_of: Callable[[], object], search: Callable[[], T], always: bool =
     with suppress(Exception):  # no such entry, or one with unexpected contents
         cached_result: T = _loaded(_entries()[key])
         return cached_result
-    start = time.thread_time()
     result = search()
-    if always or time.thread_time() - start > _SLOW:
-        with suppress(RuntimeError):  # another thread adds a cached property to a tile while it is pickled
-            _entries()[key] = pickle.dumps(result)
-        if _timer is None:  # two threads may each start a timer: the second one has nothing to write
-            _timer = threading.Timer(_WRITE_DELAY, write)
-            _timer.daemon = True
-            _timer.start()
+    with suppress(RuntimeError):  # another thread adds a cached property to a tile while it is pickled
+        _entries()[key] = pickle.dumps(result)
+    if _timer is None:  # two threads may each start a timer: the second one has nothing to write
+        _timer = threading.Timer(_WRITE_DELAY, write)
+        _timer.daemon = True
+        _timer.start()
     return result
 
 

@@ -48,7 +48,8 @@ def find_call(input: Tensor, weight: Tensor, bias: Tensor | None, arguments_key:
 def prepare(input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Arguments) -> Call | None:
     """Prepare the call on these tensors. Returns None if the dispatcher has to serve it, for its mode or its tensors.
 
-    Precondition: is_left_to_torch is False for the call, or it was not asked, as in code that torch.compile generated.
+    Precondition: torch's operator does not serve all passes of the call, which is_left_to_torch tells. (Code that
+    torch.compile generated calls our operators only where that holds.)
 
     Args:
         input, weight, bias: the input may be without a batch.
@@ -60,7 +61,9 @@ def prepare(input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Argum
         return None
     is_cast = is_autocasting(input.device.type)
     call = _prepare_autocast(tensors, arguments) if is_cast else prepare_recording(tensors, arguments)
-    return call if has_batch else lambda input, weight, bias: call(input.unsqueeze(0), weight, bias).squeeze(0)
+    if has_batch:
+        return call
+    return lambda input, weight, bias: call(input.unsqueeze(0), weight, bias).squeeze(0)
 
 
 def _prepare_autocast(tensors: Tensors, arguments: Arguments) -> Call:
@@ -71,7 +74,7 @@ def _prepare_autocast(tensors: Tensors, arguments: Arguments) -> Call:
         call = prepare_recording(tuple(map(cast, tensors)), arguments)
         return lambda input, weight, bias: call(cast(input), cast(weight), cast(bias))
     # The call takes float32 parameters and casts them, so its kernels are chosen for the casts. Stand-ins have shapes
-    # and strides of the casts, and no data. The prepared call keeps no reference to parameters or stand-ins.
+    # and strides of the casts, and no data. Of ``parameters`` the dtype is read. The prepared call refers to neither.
     input, *parameters = tensors
     stand_ins = cast(input), *(without_data(one, dtype) for one in parameters)
     casting = prepare_recording(stand_ins, arguments, parameters=tuple(parameters))
@@ -100,17 +103,19 @@ def prepare_signal(input: Tensor, weight: Tensor, bias: Tensor | None, arguments
 def casts_parameters(tensors: Tensors, dtype: torch.dtype) -> bool:
     """Whether a call casts weight and bias to autocast's ``dtype`` by a launch of its own; if not, torch casts them.
 
-    autograd does not see our cast: our backward pass writes the gradient straight to the float32 parameter. A leaf gets
-    it that way. Any other tensor must get its gradient through its own graph, which torch's cast has to be part of.
+    Two things decide, where dtypes and memory allow a cast of ours:
 
-    Where autocast would keep torch's cast of a parameter for later calls of its block (:func:`is_cacheable`: it is a
-    leaf that requires a gradient, and more), a call of ours keeps its cast there too, both casts or none. So, with
-    "recorded" for gradients that are recorded and that weight or bias requires:
+    - Gradients. autograd does not see our cast, so our backward pass returns the gradient of the float32 parameter
+      itself. That is right for a leaf. The gradient of any other tensor must flow through torch's cast in its graph.
+    - The cache. Autocast keeps casts of leaves that require gradients for later calls of its block (see
+      :func:`is_cacheable`). A call of ours has one launch for both casts, which keeps both of them there, or none.
 
-        cacheable       recorded              not recorded
-        both            ours, kept            ours, kept
-        neither         torch's               ours, not kept
-        one of two      torch's               torch's
+        weight and bias are      if gradients are recorded    if not
+        both cacheable           ours, kept                   ours, kept
+        both not cacheable       torch's (may be no leaves)   ours, not kept
+        one of each              torch's (one launch)         torch's (one launch)
+
+    A parameter that requires no gradient is not cacheable, and counts as one for which none are recorded.
     """
     input, *parameters = (one for one in tensors if one is not None)
     # The kernel that casts, csrc/layout/cast.cu, reads float32 and writes 16 bits. Autocast casts no float64 input.
@@ -121,7 +126,7 @@ def casts_parameters(tensors: Tensors, dtype: torch.dtype) -> bool:
     # The kernel reads memory without gaps, so that a cast has the strides of its tensor.
     if not have_no_gaps(parameters):
         return False
-    # A cast is used again as long as the version of its tensor is the same. Tensors of inference mode have no version.
+    # A kept cast is used again as long as its tensor's version is the same, and tensors of inference mode have none.
     if any(one.is_inference() for one in parameters):
         return False
     cacheable = [is_cacheable(one) for one in parameters]

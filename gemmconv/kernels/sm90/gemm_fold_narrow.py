@@ -419,7 +419,9 @@ def _cuts(tile: Tile) -> Iterator[Tile]:
     cells, at_once = cells_of(tile.problem)[0], blocks_at_once(tile)
     most = (max(1, items * at_once // tile.items) for items in range(1, _MOST_ITEMS + 1))
     for segments in {even_share(cells, min(count, cells)) for count in most}:
-        yield replace(tile, segments=segments)
+        cut = object.__new__(Tile)  # faster than replace: cached values, which do not depend on segments, are kept
+        vars(cut).update(vars(tile), segments=segments)
+        yield cut
 
 
 def _cut(tile: Tile) -> Tile:

@@ -30,6 +30,7 @@ _BLOCK_ROWS = 64
 _LONGEST_BOX = 256
 _MOST_STAGES = 8
 _LINES = (1, 2, 3, 4)  # of a tile, of each channel
+_MOST_ROWS = max(_LINES) * 128 // 16  # of pixels: rows are whole 16 bytes
 _STEP_BYTES = 32  # of pixels that one step multiplies, of each channel
 _BARRIER_BYTES = 24  # of a stage
 _REGISTERS = {1: 248, 2: 248, 3: 170}  # of a thread that multiplies, by warpgroups
@@ -258,8 +259,11 @@ class Tile:
 
     def slices(self, limit: int) -> int:
         """Into how many slices the tiles are cut, for a workspace of at most so many bytes; 0 where none fit."""
+        return min(self._most_fitting(limit), self.tiles)
+
+    def _most_fitting(self, limit: int) -> int:
         fitting = max(0, limit - self.padded_bytes) // (4 * math.prod(self.problem.weight_shape))
-        return min(fitting, self.most_slices, self.tiles)
+        return min(fitting, self.most_slices)
 
     def workspace_bytes(self, limit: int) -> int:
         """Bytes of the partial sums, and of a copy of the input where its rows are not whole 16 bytes."""
@@ -270,11 +274,41 @@ class Tile:
         """Roughly what it takes, with a workspace of at most ``limit`` bytes."""
         slices = self.slices(limit)
         rounds = -(-self.weight_blocks * slices // self.multiprocessors)
-        stored = math.prod(self.taps) * self.ci_tile / 2 * self.warpgroups * _COST.store_cycles
-        cycles = rounds * (-(-self.tiles // slices) * self.cycles + stored)
+        return self._seconds(rounds * (-(-self.tiles // slices) * self.cycles + self._stored_cycles), slices)
+
+    def least_seconds(self, limit: int, flat: bool) -> float:
+        """A lower bound of the time of tiles with as much of the weights, of lines that are flat or are not."""
+        problem, (height, width) = self.problem, (self.problem.input_size[0], self.input_width)
+        shortest, most_steps = 64 // self.itemsize, max(_LINES) * 128 // _STEP_BYTES
+        if flat:
+            height = up_to_multiple(height, max(1, shortest // width))
+        else:
+            width = up_to_multiple(width, shortest)
+        steps = problem.batch * height * width * self.itemsize // _STEP_BYTES
+        inputs, outputs = self.box_channels
+        rows_read = len(_rows_read(_MOST_ROWS, self.block_taps[0], problem.stride[0], problem.dilation[0])) / _MOST_ROWS
+        copied = _STEP_BYTES * (inputs + outputs * rows_read * problem.stride[1]) * _COST.byte_cycles
+        rounded = 2 * self.ci_tile * _ROUND_CYCLES[self.itemsize, 1 + self.split]
+        step_cycles = max(self._step_cycles(1) + self._flush_cycles / most_steps, copied, rounded)
+        step_cycles += _COST.tile_cycles / most_steps + copied * _COST.waited_share / (_MOST_STAGES - 1)
+        most = self._most_fitting(limit)
+        rounds = -(-self.weight_blocks * most // self.multiprocessors)
+        computed = rounds * (steps / most * step_cycles + self._stored_cycles)
+        return self._seconds(computed, min(most, -(-steps // most_steps)))
+
+    @property
+    def _stored_cycles(self) -> float:
+        return math.prod(self.taps) * self.ci_tile / 2 * self.warpgroups * _COST.store_cycles
+
+    def _seconds(self, cycles: float, slices: int) -> float:
+        """Seconds from the cycles of a multiprocessor, memory traffic and partial sums."""
         moved, others = _other_seconds(self.problem, self.itemsize)
         partials = 2 * wgrad_partial_bytes(self.problem, self.itemsize, slices, self.most_slices) / _COST.partial_rate
         return others + overlapped(_COST.overlap_with_memory, cycles / _DEVICE.clock, moved) + partials
+
+
+# Cached values that tiles share whose blocks have as much of the weights.
+_OF_WEIGHTS = "warpgroups", "block_taps", "channels", "weight_blocks", "input_width", "word_elements"
 
 
 @functools.lru_cache(maxsize=1024)
@@ -314,6 +348,12 @@ def tiles_of(
             yield from _tiles_with(block, flat)
 
 
+def _lines_of(problem: Problem, itemsize: int, flat: bool) -> list[int]:
+    """Pixels that a line may have, of several rows or of one."""
+    width, lengths = input_width(problem, itemsize), (128 // itemsize, 64 // itemsize)
+    return [pixels for pixels in lengths if not flat or (pixels > width and pixels % width == 0)]
+
+
 def _blocks_of(problem: Problem, itemsize: int, split: bool, multiprocessors: int) -> Iterator[Tile]:
     """The parts of the weights that blocks may have, as tiles of one line."""
     kernel_h, kernel_w = problem.kernel_size
@@ -340,17 +380,17 @@ def _blocks_of(problem: Problem, itemsize: int, split: bool, multiprocessors: in
 def _tiles_with(block: Tile, flat: bool) -> Iterator[Tile]:
     """Tiles with as much of the weights, whose lines are flat or are not."""
     problem, itemsize = block.problem, block.itemsize
-    width, piece, lengths = block.input_width, 16 // itemsize, (128 // itemsize, 64 // itemsize)
+    width, piece, of_weights = block.input_width, 16 // itemsize, {name: getattr(block, name) for name in _OF_WEIGHTS}
     vectors = [vector for vector in (4, 2, 1) if problem.stride[1] % vector == 0 and not (block.planes and vector > 1)]
     vectors = [vector for vector in vectors if vector == 1 or changed(block, vector=vector).reads_pieces]
-    for pixels in (one for one in lengths if not flat or (one > width and one % width == 0)):
+    for pixels in _lines_of(problem, itemsize, flat):
         tile_w = width if flat else pixels
         segments = [segment for segment in (tile_w, tile_w // 2, tile_w // 4) if segment % piece == 0]
         for lines in _LINES:
             if 1 < lines > problem.input_size[0]:
                 break
             found = (
-                changed(block, pixels=pixels, lines=lines, tile_w=tile_w, segment=segment, vector=vector)
+                changed(block, pixels=pixels, lines=lines, tile_w=tile_w, segment=segment, vector=vector, **of_weights)
                 for segment, vector in itertools.product(segments, vectors)
             )
             if (tile := next((tile for tile in found if tile._fits), None)) is not None:
@@ -420,8 +460,15 @@ def _best_of(problem: Problem, itemsize: int, split: bool, limit: int, multiproc
         return []
     found = []
     for flat in (True, False):
-        tiles = (tile for block in blocks for tile in _tiles_with(block, flat))
-        found.append(min(tiles, key=lambda tile: tile.seconds(limit), default=None))
+        if not _lines_of(problem, itemsize, flat):
+            continue
+        best: tuple[float, int, Tile | None] = math.inf, len(blocks), None
+        for bound, i in sorted((block.least_seconds(limit, flat), i) for i, block in enumerate(blocks)):
+            if bound > best[0]:
+                break
+            tiles = ((tile.seconds(limit), i, tile) for tile in _tiles_with(blocks[i], flat))
+            best = min((best, *tiles), key=lambda one: one[:2])
+        found.append(best[2])
     return [*filter(None, found)]
 
 
