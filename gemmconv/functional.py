@@ -110,7 +110,7 @@ def conv_transpose2d(
         return ops.checked_torch_conv_transpose2d(input, weight, bias, *geometry)
     if input.is_complex() and algorithm in ("auto", "native"):  # 2
         return torch.conv_transpose2d(input, weight, bias, *geometry)
-    # is_left_to_torch raises where shapes do not fit together.
+    # is_left_to_torch raises where shapes do not fit together. Without a key find_or_make caches nothing.
     if is_eager and (input.is_cuda or input.is_cpu) and ops.is_left_to_torch(input, weight, bias, arguments):  # 3
         call = call_cache.find_or_make(key, lambda: lambda *tensors: torch.conv_transpose2d(*tensors, *geometry))
         return call(input, weight, bias)

@@ -8,8 +8,9 @@
     CPU         _order_on_cpu             a rule that was fitted to measured rows
     CPU, no C   preference, at its end    torch's operator; gemm_col2im for few outputs
 
-An algorithm that is named is taken for all passes that it can serve. Named or not, it serves a gradient only where it
-can serve the forward pass, too: ``why_not(config)`` asks for that, ``why_not(config, direction)`` for the pass itself.
+An algorithm that is named is taken for all passes that it can serve, and gemm_col2im for its other gradients. Named or
+not, it serves a gradient only where it can serve the forward pass, too: ``why_not(config)`` asks for that,
+``why_not(config, direction)`` for the pass itself.
 """
 
 from __future__ import annotations
@@ -213,8 +214,8 @@ def choose(config: Config, requested: str, where: str, direction: Direction = "f
     if requested != "auto":
         named = BY_NAME[requested]
         serves_forward = named.why_not(config) is None
-        if serves_forward and named.why_not(config, direction) is not None:  # a gradient that none of its kernels takes
-            named = _GEMM_COL2IM
+        if serves_forward and named.why_not(config, direction) is not None:
+            named = _GEMM_COL2IM  # which serves every gradient of a layer whose forward pass it serves
         if (reason := named.why_not(config)) is not None:
             raise NotImplementedError(f'{where}: {named.name}: {reason}; or use algorithm="auto"')
         return named

@@ -31,7 +31,7 @@
 #include "ptx/named_barrier.cuh"
 
 constexpr int kFoldLines = FOLD_OUTS * kTaps, kFolds = LINES / kFoldLines, kFoldFloats = kFoldLines * FOLD_PITCH;
-constexpr int kPeeled = POSITION_BLOCKS == 1 ? CHUNK_CLASS % 2 : 0;  // chunks before multiply's loop: see its table
+constexpr int kPeeled = POSITION_BLOCKS == 1 ? CHUNK_CLASS % 2 : 0;  // 1 for an odd number of chunks, for the loop takes pairs
 static_assert(kFoldLines % 8 == 0 && LINES % kFoldLines == 0, "a warp has columns of each fold, in eights");
 static_assert(FOLD_PITCH % 8 == 4 && kPositions <= FOLD_PITCH, "a warp writes columns to different banks");
 static_assert(2 * kFoldFloats * 4 <= COLUMN_BYTES, "columns of two folds fit");
@@ -69,7 +69,7 @@ __device__ __forceinline__ void write_columns(float* to, const float (&sums)[POS
 }
 
 /* The i-th cell of an item: whether it exists, its image, row and column, and its place in a line of columns. A cell to
- * the right of the image has a place of another row: gather reads only where row and column plus shifts are inside.
+ * the right of the image has a place in the next row, which does no harm: gather checks row and column before it reads.
  */
 __device__ __forceinline__ cell_place_t cell_of(const pixels_on_m_params& p, const item_t& item, int i) {
     const image_t image{p.in_h, p.in_w};

@@ -48,7 +48,8 @@ class Config:
         precision: ``"tf32"`` if float32 products may be rounded to TF32, else ``"ieee"``.
         workspace_limit: bytes of temporary memory that a call may take.
         torch_precision: the precision that torch's own convolutions use at this moment.
-        memory_format: format of the output and of the input gradient; weight gradients are contiguous.
+        memory_format: format of the output and of the input gradient. A weight gradient is contiguous; for it, this is
+            the format of the tensors that it reads.
         bias: whether a forward call has a bias.
         spec: the properties of a CUDA device.
         deterministic: whether torch's operator is limited to cuDNN's deterministic kernels.

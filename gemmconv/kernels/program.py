@@ -8,6 +8,8 @@ stride 2, is:
     (input, weight, bias) -> output, by way of columns (16777216 bytes)
       cuBLAS, 8 products of 1024 x 512 x 64
       columns/col2im.cu, 4x256x1 blocks of 256x1x1 threads
+
+Columns of 16-bit tensors are float32.
 """
 
 from __future__ import annotations

@@ -16,7 +16,8 @@ no program: the algorithm prepares the call itself. Layers on volumes have opera
 Calls past torch's dispatcher (plain.py, recording.py) may take and return other tensors than an operator's schema says,
 which saves launches. A ``Convention`` says which. With ``parameter_dtype`` weight and bias come in float32 and the call
 casts them, as autocast asks; with ``returns_casts`` it returns the casts, too, for autocast's cache and the backward
-pass; with ``is_signal`` input and output have one axis, and the memory of images of height 1.
+pass; with ``is_signal`` input and output have one axis, and the memory of images of height 1. ``trained`` says
+whether the weight is expected to change before the next call, so that a CPU need not keep a packed copy.
 """
 
 from __future__ import annotations

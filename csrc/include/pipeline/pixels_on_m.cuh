@@ -233,9 +233,9 @@ template <bool PAIRED> __device__ __forceinline__ void load_inputs(inputs_t& to,
  *   load words[0] of slot 2, begin group 2                    load words[0] of slot 1, begin group 1a
  *   wait: group 1 is over; words[1] and stage 1 are free      wait: group 0b is over; words[1] and stage 0 are free
  *
- * wgmma_wait<1> returns once all groups are over but the last one begun. If that is the first group of a chunk (block
- * 0), all groups of the chunk before are over, and the warp frees their stage. If it is 0b, it still reads stage 0
- * itself. A lane frees a slot for its part when it has loaded its words of all position blocks.
+ * After wgmma_wait<1> only the group that was begun last may run. If that group is block 0 of a chunk, nothing reads the
+ * stage of the chunk before, and the warp frees that stage. If that group is block 1 (0b), it reads the stage of its own
+ * chunk, and none is freed. A lane frees a slot for its part when it has loaded its words of all position blocks.
  *
  * PEELED chunks are multiplied before the loop, and meanwhile(i) is called while the products of the i-th of them run.
  * Words in registers need constant indices, so an iteration takes as many chunks as use both words:
@@ -250,9 +250,9 @@ template <bool PAIRED, int PEELED, typename MEANWHILE>
 __device__ __forceinline__ void multiply(
     const pixels_on_m_params& p, float (&sums)[POSITION_BLOCKS][LINES / 2], ring_t& stages, ring_t& slots,
     int warp, bool frees, const MEANWHILE& meanwhile) {
-    // Bytes from one part of a stage to the next, for descriptors (ptx/wgmma.cuh). The parts are, if PACKED; if not:
-    constexpr int kLeadingBytes = PACKED ? LINES * 16 : kBoxBytes;  // 16 bytes of channels of each line; 64 lines
-    constexpr int kStrideBytes = PACKED ? 8 * 16 : 8 * 128;         // 8 lines; 8 channels
+    // Bytes from one part of a stage to the next, for descriptors (ptx/wgmma.cuh), if PACKED : if not.
+    constexpr int kLeadingBytes = PACKED ? LINES * 16 : kBoxBytes;  // a part: 16 bytes of channels of all lines : 64 lines
+    constexpr int kStrideBytes = PACKED ? 8 * 16 : 8 * 128;         // a part: 8 lines : 8 channels
     constexpr int kStepBytes = 2 * (PACKED ? kLeadingBytes : kStrideBytes);  // what a product takes: two such parts
     constexpr int kIterationChunks = 2 / POSITION_BLOCKS;
     static_assert(POSITION_BLOCKS <= 2 && (CHUNK_CLASS - PEELED) % kIterationChunks == 0, "see the table");

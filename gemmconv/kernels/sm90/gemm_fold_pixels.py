@@ -147,7 +147,8 @@ class Tile(PositionRows):
         block_outs, unit = self.lines // self.problem.taps, math.lcm(8, self.problem.taps) // self.problem.taps
         wanted = max(_FOLD_LINES // self.problem.taps, CONSUMERS // self._group_threads, unit)
         possible = [outs for outs in range(unit, block_outs + 1, unit) if block_outs % outs == 0]
-        # Inputs are held only if there are several line blocks. Folds may then take what held inputs leave.
+        # Inputs are held only if there are several line blocks. Folds may then take what held inputs leave. Line blocks
+        # of all sets count, so that folds are the same for any number of sets.
         most = max(_COLUMN_BYTES, min(_MOST_COLUMN_BYTES, self.left_bytes)) if self.line_blocks > 1 else _COLUMN_BYTES
         fitting = [outs for outs in possible if 2 * self._fold_bytes(outs) <= most] or possible[:1]
         return min((outs for outs in fitting if outs >= wanted), default=fitting[-1])
