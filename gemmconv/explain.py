@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from gemmconv import pairs, selection, tuned, validation
 from gemmconv.algorithms import ALGORITHMS, Algorithm
+from gemmconv.convert import OURS
 from gemmconv.device import named
 from gemmconv.geometry import Problem
 from gemmconv.kernels.base import Choice, Config, Direction, Precision
@@ -26,8 +27,7 @@ from gemmconv.warmup import preserve_state, recording
 
 Compilations = tuple[tuple[str, tuple[tuple[str, str | int], ...]], ...]  # sources with their sorted macros
 
-_AXES: dict[type[nn.Module], int] = {nn.ConvTranspose1d: 1, nn.ConvTranspose2d: 2, nn.ConvTranspose3d: 3}
-_LAYERS = tuple(_AXES)
+_LAYERS = tuple(OURS)  # torch's classes, of which gemmconv's are subclasses
 _MOST_STEPS = 12  # most steps of a program that a report lists
 _PASSES = {"forward": "forward", "input_grad": "gradient of the input", "weight_grad": "gradient of the weight"}
 
@@ -299,7 +299,7 @@ def _kernel_reports(algorithm: Algorithm, config: Config, direction: Direction) 
 
 def _of_layer(name: str, layer: Any, input: Tensor | Sequence[int], options: dict[str, Any]) -> LayerExplanation:
     """The explanation of a layer's call on a tensor, or on one of this shape."""
-    rank = next(rank for kind, rank in _AXES.items() if isinstance(layer, kind))
+    rank = len(layer.kernel_size)
     given_shape = getattr(input, "shape", input)  # of a tensor or an array
     if not isinstance(given_shape, Sequence) or isinstance(given_shape, str):
         validation.fail(TypeError, "explain", "input", "be a tensor or a shape", repr(input))

@@ -435,14 +435,15 @@ def test_explain_lists_what_a_pass_compiles(direction, memory_format):
 
 
 def test_the_example_of_pairs_has_these_estimates():
-    """The numbers of the module's docstring."""
+    """The numbers of the module's docstring, whose table has these columns."""
+    order = "fused", "native", "gemm_col2im", "direct"
     problem = Problem(32, 256, 128, 1, (16, 16), (4, 4), (2, 2), (1, 1))
     config = selection.current_config(problem, torch.float16, torch.device("cuda", 0), spec=MEASURED)
     last = replace(config, memory_format=torch.channels_last)
     for line in pairs.__doc__.splitlines():
         name, _, values = line.strip().partition(" ")
         if name in ("input_grad", "weight_grad"):
-            found = [next(one for one in ALGORITHMS if one.name == of).estimate(config, name) for of in ORDER]
+            found = [next(one for one in ALGORITHMS if one.name == of).estimate(config, name) for of in order]
             assert values.split() == [f"{1e6 * seconds:.1f}" for seconds in found]
     (as_is, pair), (as_last, _) = (pairs._fastest_pair(one, one, ALGORITHMS) for one in (config, last))
     transposes = pairs.via_channels_last_seconds(config, False)
@@ -450,6 +451,3 @@ def test_the_example_of_pairs_has_these_estimates():
     assert all(f"{text} us" in pairs.__doc__ for text in texts)
     assert pair.input_grad.name == pair.weight_grad.name == "fused"
     assert pairs.choose_pair(config, config, "auto", "test") == pair
-
-
-ORDER = "fused", "native", "gemm_col2im", "direct"  # the columns of the docstring's table

@@ -36,25 +36,25 @@ def macros_of(sets: Iterable[Sequence[Sequence[int]]], others: Macros) -> Macros
     return {**_USUAL, **others, "STEPS": count, "STEP_TABLE": table(entries)}
 
 
-def k_major_macros(problem: Problem, lines: int, units: int, row: int) -> Macros:
+def k_major_macros(problem: Problem, lines: int, units: int, run: int) -> Macros:
     """Macros that pack the C_out * kH * kW rows of weightᵀ as lines of float32, in blocks with ``units`` units each.
 
-    Lines are in order if ``row`` is 1; if it is the kernel's width, the outputs of a thread are neighbours.
+    Lines are in order if ``run`` is 1; if it is the kernel's width, the outputs of a thread are neighbours.
     """
     all_lines = problem.out_channels * problem.taps
     return macros_of(
-        [[range(row)]],
+        [[range(run)]],
         {
             "ELEMENT_T": "float",
             "IN_CHANNELS": problem.in_channels,
-            "OUT_CHANNELS": all_lines // row,
-            "TAPS": row,
+            "OUT_CHANNELS": all_lines // run,
+            "TAPS": run,
             "CHANNEL_SETS": -(-all_lines // lines),
             "UNITS": units,
             "ROWS": lines,
-            "SLOTS": row,
-            "CHANNELS": lines // row,
-            "ROW_ORDER": ROWS_COLUMNS if row > 1 else ROWS_PLAIN,
+            "SLOTS": run,
+            "CHANNELS": lines // run,
+            "ROW_ORDER": ROWS_COLUMNS if run > 1 else ROWS_PLAIN,
         },
     )
 
