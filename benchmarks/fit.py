@@ -62,9 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = load(RESULTS)
     table = fit([row for row in rows if row.suite != options.judge], print)
     if not options.dry:
-        with measured.FILE.open("wb") as file:
-            named: dict[str, Any] = {name: one.astype(np.float32) for name, one in table.items()}
-            np.savez_compressed(file, **named)
+        measured.write(table)
         print(f"written to {measured.FILE.name}")
     measured._table.cache_clear()
     measured._scaled.cache_clear()

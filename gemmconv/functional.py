@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gemmconv import arrays, ops, validation
 from gemmconv.algorithms import fold
-from gemmconv.dispatch import is_exporting, tensors_need_torch, transforms_need_torch
+from gemmconv.dispatch import is_exporting, is_exporting_to_onnx, tensors_need_torch, transforms_need_torch
 from gemmconv.kernels.base import Precision
 from gemmconv.kernels.columns.cpu import is_few_outputs
 from gemmconv.ops import call_cache, plain
@@ -119,7 +119,7 @@ def conv_transpose2d(
         call = call_cache.find_or_make(key, lambda: plain.prepare(input, weight, bias, arguments))
         if call is not None:
             return call(input, weight, bias)
-    if torch.onnx.is_in_onnx_export() or (  # 5
+    if is_exporting_to_onnx() or (  # 5
         algorithm in ("auto", "native")
         and (transforms_need_torch() or tensors_need_torch(input, weight, bias))
         and rounds_as_asked(input.dtype, input.device, precision)
@@ -177,7 +177,7 @@ def im2col(
     if rank == 1:
         im2col_problem(input, Window(*window))  # raises what is wrong in the words of one axis
         return im2col(input.unsqueeze(-2), *_with_height(window))
-    if transforms_need_torch() or torch.onnx.is_in_onnx_export():
+    if transforms_need_torch() or is_exporting_to_onnx():
         return fold.unfold(input, *window)
     return ops.im2col(input, *window)
 
@@ -223,7 +223,7 @@ def col2im(
     if rank == 1:
         col2im_problem(columns, size, Window(*window))  # raises what is wrong in the words of one axis
         return col2im(columns, (1, *size), *_with_height(window)).squeeze(-2)
-    if transforms_need_torch() or torch.onnx.is_in_onnx_export():
+    if transforms_need_torch() or is_exporting_to_onnx():
         return fold.fold(columns, size, *window)
     return ops.col2im(columns, size, *window)
 

@@ -28,7 +28,14 @@ from torch.autograd import forward_ad
 
 from gemmconv import arrays, tuned, validation
 from gemmconv.device import DeviceSpec
-from gemmconv.dispatch import are_dense, is_exporting, tensors_need_torch, transforms_active, transforms_need_torch
+from gemmconv.dispatch import (
+    are_dense,
+    is_exporting,
+    is_exporting_to_onnx,
+    tensors_need_torch,
+    transforms_active,
+    transforms_need_torch,
+)
 from gemmconv.functional import conv_transpose2d
 from gemmconv.geometry import Problem, phases_of
 from gemmconv.kernels.base import Pass, Precision, why_no_kernels
@@ -281,7 +288,7 @@ def _is_for_torch(
     input: Any, weight: Any, bias: Any, problem: Problem, algorithm: str, precision: Precision | None
 ) -> bool:
     """Whether torch's own operator has to serve a call: by name, of complex tensors, in exports and transforms."""
-    if torch.onnx.is_in_onnx_export():
+    if is_exporting_to_onnx():
         return True
     dtype = current_dtype(input)
     rounds_right = rounds_as_asked(dtype, input.device, precision)

@@ -13,6 +13,7 @@ The numbers are in costs/measured.npz. Without measurements there is no correcti
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from functools import cache, lru_cache
 from typing import Any
 
@@ -85,10 +86,24 @@ def key_of(kernel: str, config: Config, direction: Pass) -> str | None:
     return f"{kernel} {direction} {precision} {FORMAT_NAMES[config.memory_format]}"
 
 
+def write(table: dict[str, Any]) -> None:
+    """Write what :func:`_table` reads. Arrays of one shape are stored as one: 5 load 20 times as fast as 149."""
+    names: dict[tuple[int, ...], list[str]] = defaultdict(list)
+    stored: dict[str, Any] = {}
+    for name, values in table.items():
+        names[values.shape].append(name)
+    for i, same_shape in enumerate(names.values()):
+        stored[f"names {i}"] = np.array(same_shape)
+        stored[f"values {i}"] = np.stack([table[name] for name in same_shape]).astype(np.float32)
+    with FILE.open("wb") as file:
+        np.savez_compressed(file, **stored)
+
+
 @cache
 def _table() -> dict[str, Any]:
     with np.load(FILE) as file:
-        return {name: file[name].astype(np.float64) for name in file.files if file[name].dtype.kind == "f"}
+        pairs = [(file[f"names {i}"], file[f"values {i}"].astype(np.float64)) for i in range(len(file.files) // 2)]
+    return {name: values for names, stacked in pairs for name, values in zip(names.tolist(), stacked, strict=True)}
 
 
 @lru_cache(maxsize=4096)

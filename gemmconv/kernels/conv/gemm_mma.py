@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from gemmconv.device import REGISTERS, DeviceSpec
-from gemmconv.hashing import cached_property
+from gemmconv.hashing import cached_property, hashed_once
 from gemmconv.kernels.base import Config, Kernel, Pass
 from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.integers import INT32_MAX, even_share, power_of_two, up_to_multiple
@@ -46,6 +46,7 @@ Extents = tuple[int, ...]  # of one to three axes
 Taps = tuple[tuple[int, Extent3], ...]  # taps of a phase, each with its shift
 
 
+@hashed_once
 @dataclass(frozen=True)
 class Tile:
     """The work of a block of csrc/conv/gemm_mma.cu; see its header."""
@@ -80,6 +81,7 @@ class Work:
         inputs, outputs: pixels of an image; the depth of an image is 1.
         step, span: inputs and outputs from a cell to the next.
         phases: the taps of each phase, with their shifts from a cell's first input.
+        least, most: the least and the greatest shift along each axis.
     """
 
     def __init__(self, config: Config, direction: Pass, tile: Tile) -> None:
@@ -92,7 +94,7 @@ class Work:
         self.in_channels, self.out_channels = (p.gemm_k, p.group_out_channels)[::order]
         self.inputs, self.outputs = (_extents(p.input_size), _extents(p.output_size))[::order]
         self.step, self.span = (_extents(()), _extents(p.stride))[::order]
-        self.phases = _phases(p.kernel_size, p.stride, p.padding, p.dilation, direction)
+        self.phases, self.least, self.most = _phases(p.kernel_size, p.stride, p.padding, p.dilation, direction)
 
     @cached_property
     def chunks(self) -> int:
@@ -135,13 +137,11 @@ class Work:
     @cached_property
     def patch(self) -> tuple[Extent3, Extent3]:
         """The least shift of a block's patch, and its pixels; columns in whole groups of :attr:`wide`."""
-        shifts = [*zip(*(shift for taps in self.phases for _, shift in taps), strict=True)]
-        first, wide = [*map(min, shifts)], self.wide
-        first[2] = first[2] // wide * wide
-        axes = zip(self.tile.cells, self.step, first, map(max, shifts), strict=True)
-        pixels = [(cells - 1) * step + last - least + 1 for cells, step, least, last in axes]
-        pixels[2] = up_to_multiple(pixels[2], wide)
-        return _extents(first), _extents(pixels)
+        depth, height, width = self.least
+        first = depth, height, width // self.wide * self.wide
+        axes = zip(self.tile.cells, self.step, first, self.most, strict=True)
+        depth, height, width = ((cells - 1) * step + most - least + 1 for cells, step, least, most in axes)
+        return first, (depth, height, up_to_multiple(width, self.wide))
 
     @property
     def pitch(self) -> int:
@@ -213,6 +213,9 @@ class Work:
         return _COST.launch_seconds + packed + cycles / spec.clock + partial
 
 
+work_of = lru_cache(maxsize=256)(Work)  # the search for a tile asks for it twice
+
+
 def _extents(values: Sequence[int], missing: int = 1) -> Extent3:
     """Extents along depth, height and width; axes that there are not have ``missing``."""
     depth, height, width = (*(missing,) * (3 - len(values)), *values)
@@ -222,15 +225,17 @@ def _extents(values: Sequence[int], missing: int = 1) -> Extent3:
 @lru_cache(maxsize=1024)
 def _phases(
     kernel_size: Extents, stride: Extents, padding: Extents, dilation: Extents, direction: Pass
-) -> tuple[Taps, ...]:
-    """The taps of each phase, with their shifts. Phases and taps are in order of depth, row, column."""
+) -> tuple[tuple[Taps, ...], Extent3, Extent3]:
+    """The taps of each phase, in order of depth, row, column, and the least and the greatest shift of all."""
     of_axes = _extents(kernel_size), _extents(stride), _extents(padding, 0), _extents(dilation)
     axes = [axis_taps(direction, *of) for of in zip(*of_axes, strict=True)]
     found = defaultdict[Extent3, list[tuple[int, Extent3]]](list)
     for i, (depth, row, column) in enumerate(itertools.product(*axes)):
         found[depth.phase, row.phase, column.phase].append((i, (depth.shift, row.shift, column.shift)))
     span = _extents(stride if direction == "forward" else ())
-    return tuple(tuple(found[d, h, w]) for d, h, w in itertools.product(*map(range, span)))
+    shifts = [[tap.shift for tap in axis] for axis in axes]
+    phases = tuple(tuple(found[d, h, w]) for d, h, w in itertools.product(*map(range, span)))
+    return phases, _extents([*map(min, shifts)]), _extents([*map(max, shifts)])
 
 
 def tiles_of(config: Config, direction: Pass) -> Iterator[Tile]:
@@ -254,14 +259,14 @@ def tiles_of(config: Config, direction: Pass) -> Iterator[Tile]:
                 continue
             phases, cells = math.gcd(warps_n, layer.span[2]), (tile_d, tile_h, tile_w)
             tile = Tile((warps_m, warps_n), (tiles_m, tiles_n), phases, cells, units)
-            work = Work(config, direction, tile)
+            work = work_of(config, direction, tile)
             if work.shared_bytes > config.spec.shared_bytes:
                 continue
             # Splits that fill the GPU once.
             room = tile.resident(work.parts) * config.spec.multiprocessors // work.blocks
             for splits in {1, *(min(count, work.chunks) for count in (room, 2 * room) if room > 1)}:
                 split = replace(tile, splits=even_share(work.chunks, splits))
-                of_split = Work(config, direction, split)
+                of_split = work_of(config, direction, split)
                 fits = of_split.shared_bytes <= config.spec.shared_bytes
                 if fits and of_split.partial_bytes <= config.workspace_limit:
                     yield split
@@ -317,7 +322,7 @@ class GemmMma(Kernel):
         return tiles_of(config, direction)
 
     def seconds(self, config: Config, direction: Pass, tile: Tile) -> float:
-        return Work(config, direction, tile).seconds(config.spec)
+        return work_of(config, direction, tile).seconds(config.spec)
 
     def fitted(self, config: Config, direction: Pass, tile: Tile) -> Tile | None:
         return tile if Work(config, direction, tile).shared_bytes <= config.spec.shared_bytes else None
