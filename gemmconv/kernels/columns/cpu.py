@@ -25,7 +25,7 @@ from gemmconv.kernels.cpu.library import address, integers, isa_name, kernels_fo
 # layers within them are 1.06 to 6 times as fast as with torch's operator (oneDNN 3.11), geometric mean 3.1 times.
 _INPUTS_OF_AN_OUTPUT, _VALUES_OF_A_THREAD = 24, 4096
 
-CACHED_BYTES = 2 << 20  # bytes of columns that the C kernels fold at once: about a core's L2 cache
+CACHED_BYTES = 4 << 20  # bytes of columns that the C kernels fold at once: what two to four cores' L2 caches hold
 
 # Bound before ptflops replaces them, which would count a layer's products beside the layer.
 _matmul, _mm = torch.matmul, torch.mm
