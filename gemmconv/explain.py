@@ -306,7 +306,7 @@ def _of_layer(name: str, layer: Any, input: Tensor | Sequence[int], options: dic
     shape = tuple(validation.integer("explain", "an extent of input", extent) for extent in given_shape)
     shape = (1, *shape) if len(shape) == 1 + rank else shape
     geometry = layer.stride, layer.padding, layer.output_padding, layer.groups, layer.dilation
-    problem = validation.problem("explain", shape, layer.weight.shape, *geometry)
+    problem = validation.problem("explain", shape, layer.weight.shape, geometry)
     dtype = current_dtype(input) if isinstance(input, Tensor) else layer.weight.dtype
     given = {"device": layer.weight.device, "dtype": dtype, "bias": layer.bias is not None}
     given |= {one: getattr(layer, one) for one in ("algorithm", "precision", "workspace_limit") if hasattr(layer, one)}

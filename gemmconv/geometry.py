@@ -17,6 +17,7 @@ from gemmconv.hashing import cached_property, hashed_once
 
 Pair = tuple[int, int]
 Shape4 = tuple[int, int, int, int]
+Geometry = tuple[Pair, Pair, Pair, int, Pair]  # stride, padding, output_padding, groups, dilation: as torch orders them
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ class Problem:
         return self.out_channels // self.groups
 
     @property
-    def geometry(self) -> tuple[Pair, Pair, Pair, int, Pair]:
+    def geometry(self) -> Geometry:
         """The arguments of torch's operator after its tensors."""
         return self.stride, self.padding, self.output_padding, self.groups, self.dilation
 

@@ -50,10 +50,10 @@ class _Layer(nn.Module):
         workspace_limit: int | None = None,
     ) -> None:
         where = f"ConvTranspose{self._axes}d"
-        counts = {"in_channels": in_channels, "out_channels": out_channels, "groups": groups}
-        sizes = {"kernel_size": kernel_size, "stride": stride, "padding": padding, "output_padding": output_padding}
-        sizes["dilation"] = dilation
-        checked = validation.module(where, self._axes, counts, sizes, bias, padding_mode, device, dtype)
+        values: dict[str, Any] = {"in_channels": in_channels, "out_channels": out_channels, "groups": groups}
+        values |= {"kernel_size": kernel_size, "stride": stride, "padding": padding, "output_padding": output_padding}
+        values["dilation"] = dilation
+        checked = validation.module(where, self._axes, values, bias, padding_mode, device, dtype)
         validation.choice(where, algorithm, NAMES, precision, workspace_limit)
         super().__init__(**checked, bias=bias, padding_mode=padding_mode, device=device, dtype=dtype)
         self.algorithm = algorithm
@@ -121,7 +121,7 @@ class _Layer(nn.Module):
         output_padding: Any = self.output_padding
         if output_size is not None:
             geometry: Any = self.kernel_size, self.stride, self.padding, self.dilation
-            output_padding = _output_padding_for(f"ConvTranspose{self._axes}d", output_size, input.shape, *geometry)
+            output_padding = _output_padding_for(f"ConvTranspose{self._axes}d", output_size, input.shape, geometry)
         return self._function(
             input,
             weight,

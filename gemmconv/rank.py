@@ -307,7 +307,7 @@ def _checked(rank: int, input: Any, weight: Any, bias: Any, geometry: Any, optio
         validation.tensor(where, name, one)
     validation.choice(where, options["algorithm"], NAMES, options["precision"], options["workspace_limit"])
     shape = input.shape if input.dim() != 1 + rank else (1, *input.shape)
-    problem = validation.problem(where, shape, weight.shape, *validation.geometry(where, *geometry, rank=rank))
+    problem = validation.problem(where, shape, weight.shape, validation.geometry(where, *geometry, rank=rank))
     validation.same_kind(where, named, current_dtype)
     validation.bias_shape(where, bias, problem.out_channels)
     validation.sizes(where, problem, input.dtype.itemsize)

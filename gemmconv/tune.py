@@ -141,7 +141,7 @@ def _volume_of(layer: ConvTranspose3d, input: Tensor, dtype: torch.dtype) -> Vol
     """The call of a layer on volumes, without its data; ``dtype`` is what autocast makes of the input."""
     input = input if input.dim() == 5 else input.unsqueeze(0)
     geometry: Any = layer.stride, layer.padding, layer.output_padding, layer.groups, layer.dilation
-    problem = validation.problem("tune", input.shape, layer.weight.shape, *geometry)
+    problem = validation.problem("tune", input.shape, layer.weight.shape, geometry)
     precision = layer.precision or selection.torch_precision(dtype, input.device)
     last = is_channels_last(input) or is_channels_last(layer.weight)
     return Volume(problem, dtype, input.device, precision, last, layer.workspace_limit)
