@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from gemmconv import pairs, selection, tuned, validation
 from gemmconv.algorithms import ALGORITHMS, Algorithm
-from gemmconv.convert import OURS
+from gemmconv.convert import LAYERS
 from gemmconv.device import named
 from gemmconv.geometry import Problem
 from gemmconv.kernels.base import Choice, Config, Direction, Precision
@@ -27,7 +27,6 @@ from gemmconv.warmup import preserve_state, recording
 
 Compilations = tuple[tuple[str, tuple[tuple[str, str | int], ...]], ...]  # sources with their sorted macros
 
-_LAYERS = tuple(OURS)  # torch's classes, of which gemmconv's are subclasses
 _MOST_STEPS = 12  # most steps of a program that a report lists
 _PASSES = {"forward": "forward", "input_grad": "gradient of the input", "weight_grad": "gradient of the weight"}
 
@@ -171,12 +170,12 @@ def explain(subject: Problem | nn.Module, *inputs: Any, **options: Any) -> Any:
     if not isinstance(subject, nn.Module):
         rule = "be a gemmconv.Problem, a layer or a torch.nn.Module"
         validation.fail(TypeError, "explain", "the first argument", rule, type(subject).__name__)
-    if isinstance(subject, _LAYERS):
+    if isinstance(subject, LAYERS):
         if len(inputs) != 1:
             rule = "be followed by its input, as a tensor or a shape"
             validation.fail(TypeError, "explain", "a layer", rule, f"{len(inputs)} more arguments")
         return _of_layer("", subject, inputs[0], options)
-    names: dict[Any, str] = {one: name for name, one in subject.named_modules() if isinstance(one, _LAYERS)}
+    names: dict[Any, str] = {one: name for name, one in subject.named_modules() if isinstance(one, LAYERS)}
     found: list[LayerExplanation] = []
 
     def record(layer: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
