@@ -65,8 +65,10 @@ class Explanation:
 
     def __str__(self) -> str:
         p, c = self.config.problem, self.config
-        itemsize = c.dtype.itemsize
-        dtype = str(c.dtype).removeprefix("torch.")
+        itemsize, dtype = c.dtype.itemsize, str(c.dtype).removeprefix("torch.")
+        input_grad, weight_grad = self.gradients
+        backward = input_grad if input_grad == weight_grad else f"{input_grad} (input) and {weight_grad} (weight)"
+        turned = ", in channels_last between transposes" * self.gradients_turned
         lines = [
             f"conv_transpose2d {list(p.input_shape)} x {list(p.weight_shape)} -> {list(p.output_shape)}, "
             f"{dtype} ({c.precision}) on {c.device}{', channels_last' * c.channels_last}",
@@ -74,7 +76,7 @@ class Explanation:
             f"{p.useful_flops / max(1, p.least_bytes(itemsize)):.1f} flops a byte",
             f"  columns  {p.column_bytes(itemsize):,} bytes if all were written at once, {p.gemm_batch} products of "
             f"{p.gemm_m} x {p.gemm_n} x {p.gemm_k}",
-            f"  chosen   {self.algorithm} ({_PASSES[self.direction]}); for a whole backward pass {self._backward}",
+            f"  chosen   {self.algorithm} ({_PASSES[self.direction]}); for a whole backward pass {backward}{turned}",
         ]
         if c.device.type == "cuda" or "/" in self.kernel:
             gpu = f", for an {c.spec.name}" if c.device.type == "cuda" else ""
@@ -91,12 +93,6 @@ class Explanation:
             lines.append(f"  {name:<12} {reason}{memory}")
         lines += [f"    {name:<26} {text}" for name, text in self.kernels.items()]
         return "\n".join(lines)
-
-    @property
-    def _backward(self) -> str:
-        input_grad, weight_grad = self.gradients
-        names = input_grad if input_grad == weight_grad else f"{input_grad} (input) and {weight_grad} (weight)"
-        return f"{names}, in channels_last between transposes" if self.gradients_turned else names
 
 
 @dataclass(frozen=True)

@@ -90,8 +90,7 @@ def conv_transpose1d(
     geometry = stride, padding, output_padding, groups, dilation
     options: Any = {"algorithm": algorithm, "precision": precision, "workspace_limit": workspace_limit}
     if arrays.are_foreign(input, weight, bias):
-        tensors = {"input": input, "weight": weight, "bias": bias}
-        return arrays.call(conv_transpose1d, tensors, *geometry, **options)
+        return arrays.call(conv_transpose1d, (input, weight, bias), *geometry, **options)
     try:
         images, kernels = input.unsqueeze(-2), weight.unsqueeze(-2)
         output = conv_transpose2d(images, kernels, bias, *of_height_1(*geometry), **options)
@@ -137,8 +136,7 @@ def conv_transpose3d(
     geometry = stride, padding, output_padding, groups, dilation
     options: Any = {"algorithm": algorithm, "precision": precision, "workspace_limit": workspace_limit}
     if arrays.are_foreign(input, weight, bias):
-        tensors = {"input": input, "weight": weight, "bias": bias}
-        return arrays.call(conv_transpose3d, tensors, *geometry, **options)
+        return arrays.call(conv_transpose3d, (input, weight, bias), *geometry, **options)
     key = None
     # A repeated call: a call of the same signature was prepared before, and its checks were made then.
     if plain.are_torch_tensors(input, weight, bias) and not torch.compiler.is_compiling():
@@ -153,8 +151,8 @@ def conv_transpose3d(
         if input.dim() == 4:
             by = problem.geometry
             return lambda x, weight, bias: conv_transpose3d(x.unsqueeze(0), weight, bias, *by, **options).squeeze(0)
-        if _is_for_torch(input, weight, bias, problem, algorithm, precision):
-            return lambda input, weight, bias: torch.conv_transpose3d(input, weight, bias, *problem.geometry)
+        if _is_for_torch((input, weight, bias), problem, algorithm, precision):
+            return lambda *tensors: torch.conv_transpose3d(*tensors, *problem.geometry)
         dtype, last = current_dtype(input), is_channels_last(input) or is_channels_last(weight)
         rounding = precision or torch_precision(dtype, input.device)
         volume = Volume(problem, dtype, input.device, rounding, last, workspace_limit)
@@ -163,7 +161,7 @@ def conv_transpose3d(
             records = torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad)
             way = settled(choose_way(volume, "grads" if records else "forward"), volume, precision, records)
         if key is None:
-            return lambda input, weight, bias: compute(way, input, weight, bias, volume, options)
+            return lambda *tensors: compute(way, tensors, volume, options)
         return prepare(way, (input, weight, bias), volume, options)
 
     call = find_or_make(key, make)
@@ -195,11 +193,7 @@ def settled(way: Way, volume: Volume, precision: Precision | None, trains: bool)
     """The way of a call, or images where that way would round otherwise than ``precision`` says.
 
     It would if torch's setting differs, and torch's operator has a part: it computes all of ``"torch"``, and some
-    gradients of ``"product"``.
-
-    Args:
-        way, volume, precision: of the call; the precision is the argument, None for torch's.
-        trains: whether a backward pass may follow.
+    gradients of ``"product"``, if the call ``trains``: a backward pass may follow.
     """
     if rounds_as_asked(volume.dtype, volume.device, precision):
         return way
@@ -213,23 +207,22 @@ def prepare(way: Way, tensors: Tensors, volume: Volume, options: dict[str, Any])
         way = settled(way, volume, precision, trains=True)
     if way == "product":
         return volumes.prepare(tensors, volume, precision)
-    return lambda input, weight, bias: compute(way, input, weight, bias, volume, options)
+    return lambda *tensors: compute(way, tensors, volume, options)
 
 
-def compute(
-    way: Way, input: Tensor, weight: Tensor, bias: Tensor | None, volume: Volume, options: dict[str, Any]
-) -> Tensor:
+def compute(way: Way, tensors: Tensors, volume: Volume, options: dict[str, Any]) -> Tensor:
     """Compute a batch of volumes in one way."""
-    problem, dtype = volume.problem, volume.dtype
+    problem, dtype, precision = volume.problem, volume.dtype, options["precision"]
     if way == "product":  # whose operator has no rules for tangents and transforms
         has_tangents = not torch.compiler.is_compiling() and forward_ad._current_level >= 0
-        way = settled("torch", volume, options["precision"], True) if has_tangents or transforms_active() else way
+        way = settled("torch", volume, precision, trains=True) if has_tangents or transforms_active() else way
     if way == "torch":
-        return torch.conv_transpose3d(input, weight, bias, *problem.geometry)
+        return torch.conv_transpose3d(*tensors, *problem.geometry)
     # Autocast may have cast the input before. Slices are then copied in fewer bytes.
+    input, weight, bias = tensors
     input, weight, bias = input.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     if way == "product":
-        return volumes.conv_transpose3d(input, weight, bias, volume, options["precision"])
+        return volumes.conv_transpose3d(input, weight, bias, volume, precision)
     return _as_images(input, weight, bias, problem, volume.last, options)
 
 
@@ -279,24 +272,22 @@ def _depth_phases(problem: Problem) -> list[tuple[int, int, int, tuple[tuple[int
 
 def of_height_1(stride: Ints, padding: Ints, output_padding: Ints, groups: int, dilation: Ints) -> tuple[Any, ...]:
     """Stride, padding, output_padding, groups and dilation of a signal, for an image of height 1."""
-    given = stride, padding, output_padding, groups, dilation
-    steps, pads, more, groups, apart = validation.geometry("conv_transpose1d", *given, rank=1)
+    given = validation.geometry("conv_transpose1d", stride, padding, output_padding, groups, dilation, rank=1)
+    steps, pads, more, groups, apart = given
     return (1, *steps), (0, *pads), (0, *more), groups, (1, *apart)
 
 
-def _is_for_torch(
-    input: Any, weight: Any, bias: Any, problem: Problem, algorithm: str, precision: Precision | None
-) -> bool:
+def _is_for_torch(tensors: Tensors, problem: Problem, algorithm: str, precision: Precision | None) -> bool:
     """Whether torch's own operator has to serve a call: by name, of complex tensors, in exports and transforms."""
     if is_exporting_to_onnx():
         return True
-    dtype = current_dtype(input)
+    input, dtype = tensors[0], current_dtype(tensors[0])
     rounds_right = rounds_as_asked(dtype, input.device, precision)
     if algorithm == "native" and not rounds_right:
         choose(current_config(problem, dtype, input.device, precision), algorithm, "conv_transpose3d")  # raises
     if algorithm != "auto":
         return algorithm == "native"
-    return input.is_complex() or (rounds_right and (transforms_need_torch() or tensors_need_torch(input, weight, bias)))
+    return input.is_complex() or (rounds_right and (transforms_need_torch() or tensors_need_torch(*tensors)))
 
 
 def _checked(rank: int, input: Any, weight: Any, bias: Any, geometry: Any, options: Any) -> Problem:

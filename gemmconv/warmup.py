@@ -62,7 +62,7 @@ def trial(model: nn.Module, inputs: Any, backward: bool) -> Iterator[list[int]]:
 
     Yields the indices of the GPUs that hold the model or its inputs.
     """
-    tensors = [one for one in (*_state(model), *tree_leaves(inputs)) if isinstance(one, Tensor)]
+    tensors = [one for one in (*model.parameters(), *model.buffers(), *tree_leaves(inputs)) if isinstance(one, Tensor)]
     gpus = sorted({one.device.index for one in tensors if one.is_cuda})
     with (
         torch.inference_mode(False),
@@ -84,15 +84,11 @@ def recording(layers: Iterable[nn.Module], record: Callable[..., None]) -> Itera
             hook.remove()
 
 
-def _state(model: nn.Module) -> list[Tensor]:
-    return [*model.parameters(), *model.buffers()]
-
-
 @contextmanager
 def preserve_state(model: nn.Module) -> Iterator[None]:
     """A context after which parameters, buffers and training flags of a model are what they were before."""
     modules = [(one, one.training, one._parameters.copy(), one._buffers.copy()) for one in model.modules()]
-    copies = [(tensor, tensor.detach().clone()) for tensor in _state(model)]
+    copies = [(tensor, tensor.detach().clone()) for tensor in (*model.parameters(), *model.buffers())]
     try:
         yield
     finally:
