@@ -152,7 +152,7 @@ def conv_transpose3d(
             by = problem.geometry
             return lambda x, weight, bias: conv_transpose3d(x.unsqueeze(0), weight, bias, *by, **options).squeeze(0)
         if _is_for_torch((input, weight, bias), problem, algorithm, precision):
-            return lambda *tensors: torch.conv_transpose3d(*tensors, *problem.geometry)
+            return lambda input, weight, bias: torch.conv_transpose3d(input, weight, bias, *problem.geometry)
         dtype, last = current_dtype(input), is_channels_last(input) or is_channels_last(weight)
         rounding = precision or torch_precision(dtype, input.device)
         volume = Volume(problem, dtype, input.device, rounding, last, workspace_limit)
@@ -212,14 +212,13 @@ def prepare(way: Way, tensors: Tensors, volume: Volume, options: dict[str, Any])
 
 def compute(way: Way, tensors: Tensors, volume: Volume, options: dict[str, Any]) -> Tensor:
     """Compute a batch of volumes in one way."""
-    problem, dtype, precision = volume.problem, volume.dtype, options["precision"]
+    (input, weight, bias), problem, dtype, precision = tensors, volume.problem, volume.dtype, options["precision"]
     if way == "product":  # whose operator has no rules for tangents and transforms
         has_tangents = not torch.compiler.is_compiling() and forward_ad._current_level >= 0
         way = settled("torch", volume, precision, trains=True) if has_tangents or transforms_active() else way
     if way == "torch":
-        return torch.conv_transpose3d(*tensors, *problem.geometry)
+        return torch.conv_transpose3d(input, weight, bias, *problem.geometry)
     # Autocast may have cast the input before. Slices are then copied in fewer bytes.
-    input, weight, bias = tensors
     input, weight, bias = input.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     if way == "product":
         return volumes.conv_transpose3d(input, weight, bias, volume, precision)
