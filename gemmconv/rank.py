@@ -212,7 +212,8 @@ def prepare(way: Way, tensors: Tensors, volume: Volume, options: dict[str, Any])
 
 def compute(way: Way, tensors: Tensors, volume: Volume, options: dict[str, Any]) -> Tensor:
     """Compute a batch of volumes in one way."""
-    (input, weight, bias), problem, dtype, precision = tensors, volume.problem, volume.dtype, options["precision"]
+    input, weight, bias = tensors
+    problem, dtype, precision = volume.problem, volume.dtype, options["precision"]
     if way == "product":  # whose operator has no rules for tangents and transforms
         has_tangents = not torch.compiler.is_compiling() and forward_ad._current_level >= 0
         way = settled("torch", volume, precision, trains=True) if has_tangents or transforms_active() else way
