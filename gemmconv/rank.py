@@ -240,33 +240,25 @@ def image_problems(problem: Problem) -> list[Problem]:
         return [Problem(p.batch, p.in_channels, p.out_channels, p.groups, *high)]
     if rank == 2:
         return [p]
-    found: dict[Problem, None] = {}
-    for _, _, slices, taps, phases in _depth_phases(p):
-        if taps:
-            channels = p.in_channels * len(taps), p.out_channels * phases
-            (size, *planar), count = (of[1:] for of in fields), slices
-            if p.is_apart_along(0) and p.is_apart_along(1):  # one high image
-                size, count = (size[0] * slices, size[1]), 1
-            found[Problem(p.batch * count, *channels, p.groups, size, *planar)] = None
-    return list(found)
+    (size, *planar), depth = (of[1:] for of in fields), p.input_size[0]
+    if p.is_apart_along(0):  # all phases are output channels of images, or of one high image
+        count, size = (1, (size[0] * depth, size[1])) if p.is_apart_along(1) else (depth, size)
+        return [Problem(p.batch * count, p.in_channels, p.out_channels * p.stride[0], p.groups, size, *planar)]
+    phases = ((p.batch * count, p.in_channels * len(taps)) for _, _, count, taps in _depth_phases(p) if taps)
+    return [Problem(*of_phase, p.out_channels, p.groups, size, *planar) for of_phase in dict.fromkeys(phases)]
 
 
-def _depth_phases(problem: Problem) -> list[tuple[int, int, int, tuple[tuple[int, int], ...], int]]:
-    """The parts of a volume's depth axis that are computed together.
+def _depth_phases(problem: Problem) -> list[tuple[int, int, int, tuple[tuple[int, int], ...]]]:
+    """The phases of a volume's depth axis that have outputs.
 
-    Returns:
-        The first output slice; the q of it; the number of q; pairs of a tap and its shift; and how many phases share
-        them: all S if the kernel equals the stride, which then are output channels, else 1.
+    Returns for each its first output slice, the q of that slice, the number of its slices, and its taps with shifts.
     """
-    depth, stride = problem.input_size[0], problem.stride[0]
-    padding, found = problem.padding[0], []
-    if problem.is_apart_along(0):
-        return [(0, 0, depth, ((0, 0),), stride)]
+    stride, padding, found = problem.stride[0], problem.padding[0], []
     for phase in phases_of(problem.kernel_size[0], stride, problem.dilation[0]):
         begin = -(-(padding - phase.residue) // stride)  # the first and the last q of the phase's outputs
         count = (problem.output_size[0] - 1 + padding - phase.residue) // stride - begin + 1
         if count > 0:
-            found.append((begin * stride + phase.residue - padding, begin, count, phase.taps, 1))
+            found.append((begin * stride + phase.residue - padding, begin, count, phase.taps))
     return found
 
 
@@ -360,11 +352,10 @@ def _as_images(
     input: Tensor, weight: Tensor, bias: Tensor | None, problem: Problem, last: bool, options: dict[str, Any]
 ) -> Tensor:
     """The transposed convolution of ``[N, C_in, D, H, W]``; ``last``: the result is in channels_last_3d."""
-    p, parts = problem, _depth_phases(problem)
-    batch, depth, groups = p.batch, p.input_size[0], p.groups
+    p, batch, depth, groups = problem, problem.batch, problem.input_size[0], problem.groups
     planar: Any = p.stride[1:], p.padding[1:], p.output_padding[1:], groups, p.dilation[1:]
     if p.is_apart_along(0):  # all phases read one slice, and are output channels
-        phases, merged = parts[0][-1], p.is_apart_along(1)
+        phases, merged = p.stride[0], p.is_apart_along(1)
         # The phase is the outer part of the channels where channels lie innermost, so that copies move whole pixels.
         kernels = weight.transpose(1, 2) if last else weight
         if bias is not None:
@@ -381,7 +372,8 @@ def _as_images(
             volume = unflatten(volume, 1, (-1, phases)).transpose(2, 3).flatten(2, 3)
     else:
         taps_of, found = unflatten(weight, 0, (groups, -1)), []  # [groups, C_in/groups, C_out/groups, K_d, K_h, K_w]
-        for _, begin, count, taps, _ in parts:
+        parts = _depth_phases(p)
+        for _, begin, count, taps in parts:
             if taps:
                 images = _slices(input, [begin - shift for _, shift in taps], count, groups, last)
                 kernels = torch.stack([taps_of[:, :, :, tap] for tap, _ in taps], 1).flatten(0, 2)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from gemmconv import pairs, selection, tuned
 from gemmconv.algorithms import ALGORITHMS
-from gemmconv.compare.timing import cuda_rounds, medians_ms
+from gemmconv.compare.timing import Run, cuda_rounds, medians_ms
 from gemmconv.explain import compilations_of
 from gemmconv.kernels.base import PASSES, Choice, Config, Direction, Pass, Precision, strides_of
 from gemmconv.module import ConvTranspose1d, ConvTranspose3d, Layer
@@ -36,7 +36,6 @@ _MOST_TILES = 6  # measured beside torch's operator: those with the least estima
 _MOST_OF_A_KERNEL = 3  # tiles measured of one kernel
 _ROUNDS, _CALLS = 9, 20  # samples of a candidate; calls in a row when the host's time is measured
 
-Run = Callable[[], object]
 NamedChoice = tuple[str, Choice]  # an algorithm's name, and a kernel and tile of it
 VolumeCall = tuple[Volume, bool, Precision | None]  # a call on volumes, whether it has a bias, and its precision
 

@@ -48,9 +48,8 @@ def extents(where: str, argument: str, value: int | Sequence[int], rank: int = 2
         return value
     values = tuple(value) if isinstance(value, Sequence) and not isinstance(value, str | bytes) else (value,)
     items = [_integer(item) for item in values]
-    kinds = {1: "an int", 2: "an int or a pair of ints", 3: "an int or three ints"}
     if any(item is None for item in items):
-        rule = f"be {kinds[rank]}"
+        rule = {1: "be an int", 2: "be an int or a pair of ints", 3: "be an int or three ints"}[rank]
         if argument == "padding" and isinstance(value, str) and value in _NAMED_PADDINGS and where not in _FOLDS:
             rule += f", since a transposed convolution has no padding={value!r}"
             fail(TypeError, where, argument, rule, repr(value), _NAMED_PADDINGS[value])
@@ -236,14 +235,7 @@ def problem(where: str, input_shape: Sequence[int], weight_shape: Sequence[int],
 
 
 def made_problem(where: str, made: Problem, dtype: torch.dtype) -> Problem:
-    """A user's Problem with ints and pairs in one form, after the checks that a call on tensors of this dtype makes.
-
-    Raises:
-        TypeError: ``made`` is no Problem, or ``dtype`` no dtype; a value that is no int, or beyond 64 bits.
-        RuntimeError: see :func:`problem` and :func:`sizes`; also a negative batch, or output channels that groups do
-            not divide.
-        NotImplementedError: an integer or boolean dtype.
-    """
+    """A user's Problem with ints and pairs in one form, after the checks that a call on tensors of this dtype makes."""
     element_type(where, dtype)
     if not isinstance(made, Problem):
         fail(TypeError, where, "problem", "be a gemmconv.Problem", type(made).__name__)
@@ -345,12 +337,6 @@ def module(
     """A module's numbers and sizes as ints and tuples, checked before any parameter is allocated.
 
     All arguments are as torch.nn.ConvTranspose2d takes them; ``values`` has those of its numbers and sizes by name.
-
-    Raises:
-        TypeError: a value of the wrong type, or beyond 64 bits.
-        ValueError: groups that are not positive or do not divide the channels, a padding_mode other than "zeros".
-        RuntimeError: a sequence of another length, a negative size, an unknown device, a dtype of integers, a bias that
-            is neither true nor false, a weight that no memory can hold.
     """
     made: dict[str, Any] = {
         name: integer(where, name, value) if name in _COUNTS else extents(where, name, _unpacked(value), rank)
@@ -403,11 +389,8 @@ def output_padding_for(
     """The output_padding with which an input ``[N, C_in, H, W]`` or ``[C_in, H, W]`` gives an output of a size.
 
     ``output_size`` is ``[H_out, W_out]``, or the output's whole shape, whose other extents are ignored. ``window`` is
-    kernel_size, stride, padding and dilation.
-
-    Raises:
-        TypeError: output_size is no sequence.
-        ValueError: it has another number of elements, or a size that no output_padding below the stride gives.
+    kernel_size, stride, padding and dilation. Raises ValueError for a size that no output_padding below the stride
+    gives.
     """
     kernel_size, stride, padding, dilation = window
     rank = len(stride)

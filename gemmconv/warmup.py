@@ -162,11 +162,7 @@ def with_progress(items: Iterable[T], count: int, does: str, unit: str) -> Itera
 
 
 def run_step(model: nn.Module, inputs: Any, backward: bool, where: str) -> None:
-    """Call a model, and compute the gradients of its outputs for all tensors that require them.
-
-    Raises:
-        ValueError: ``backward`` is True, and no output requires gradients; the message begins with ``where``.
-    """
+    """Call a model, and if ``backward`` compute the gradients of its outputs for all tensors that require them."""
     outputs = model(*inputs)
     if not backward:
         return
