@@ -20,6 +20,7 @@ from gemmconv.kernels.forms import launches
 from gemmconv.kernels.program import Program
 from gemmconv.ops import volumes
 from gemmconv.ops.autocast import current_dtype
+from gemmconv.ops.schemas import is_channels_last
 from gemmconv.ops.volumes import Volume
 from gemmconv.rank import choose_way, image_problems
 from gemmconv.selection import BY_NAME, MICROSECONDS, NAMES, NATIVE
@@ -305,9 +306,8 @@ def _of_layer(name: str, layer: Any, input: Tensor | Sequence[int], options: dic
     dtype = current_dtype(input) if isinstance(input, Tensor) else layer.weight.dtype
     given = {"device": layer.weight.device, "dtype": dtype, "bias": layer.bias is not None}
     given |= {one: getattr(layer, one) for one in ("algorithm", "precision", "workspace_limit") if hasattr(layer, one)}
-    tensors = [one for one in (input, layer.weight) if isinstance(one, Tensor)]
-    form = torch.channels_last if rank < 3 else torch.channels_last_3d
-    if rank > 1 and any(one.is_contiguous(memory_format=form) and not one.is_contiguous() for one in tensors):
+    tensors = [one for one in (input, layer.weight) if isinstance(one, Tensor) and one.dim() == 2 + rank]
+    if rank > 1 and any(map(is_channels_last, tensors)):
         given["memory_format"] = torch.channels_last
     given |= options
     calls = tuple(explain_problem(one, **given) for one in image_problems(problem))

@@ -78,8 +78,6 @@ def geometry(
 
 def integer(where: str, argument: str, value: int) -> int:
     """``value`` as an int; raises TypeError if it is none."""
-    if type(value) is int:
-        return value
     if (found := _integer(value)) is None:
         fail(TypeError, where, argument, "be an int", repr(value))
     return found

@@ -17,7 +17,7 @@ from gemmconv import validation
 from gemmconv.ops import volumes
 from gemmconv.ops.autocast import is_autocasting
 from gemmconv.ops.followers import Call, compile_calls
-from gemmconv.ops.schemas import OPERATORS, Options, as_hashable
+from gemmconv.ops.schemas import OPERATORS, Options, as_hashable, split_arguments
 
 T = TypeVar("T")
 
@@ -110,8 +110,8 @@ class _CallRecorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if operator is OPERATORS["conv_transpose2d"]:
-            tensors = args[:3] if len(args) > 2 else (*args, None)
-            self.calls.append((tensors, tuple(Options(*as_hashable(args[3:])))))
+            tensors, _, arguments = split_arguments("conv_transpose2d", args)
+            self.calls.append((tensors, tuple(Options(*as_hashable(arguments)))))
         if operator is volumes.OPERATOR._opoverload:
             self.of_volumes.append(args)
         return operator(*args, **(kwargs or {}))
