@@ -336,16 +336,14 @@ def way_of(volume: Volume, direction: Pass, is_hopper: bool) -> Way:
         least = least // 2 if is_wide else least  # many taps keep the device for longer
     if images_are_faster and _has_outputs(p, least):  # else the host takes too long
         return "images"
-    if volumes.torch_is_faster(p, volume.dtype, volume.precision):
-        return "product" if is_step and volumes.has_own_gradients(p) else "torch"
-    return "product"
+    if is_step and volumes.has_own_gradients(p):
+        return "product"
+    return "torch" if volumes.torch_is_faster(p, volume.dtype, volume.precision) else "product"
 
 
 def _has_outputs(problem: Problem, least: int) -> bool:
     """Whether the output has at least so many elements; False in an export, whose sizes may change."""
-    if is_exporting():
-        return False
-    return problem.batch * problem.out_channels * problem.out_pixels >= least
+    return not is_exporting() and problem.batch * problem.out_channels * problem.out_pixels >= least
 
 
 def _as_images(
