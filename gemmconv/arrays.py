@@ -8,7 +8,6 @@ function, and its result is returned. If it calls that function, the tensors are
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -30,8 +29,8 @@ def are_foreign(first: object, *others: object) -> bool:
     )
 
 
-def call(function: Callable[..., Any], arrays: dict[str, Any], *arguments: Any, **options: Any) -> Any:
-    """Call a public function whose tensor arguments, its first ones, :func:`are_foreign`; ``arrays`` has their names.
+def call(function: Any, values: tuple[Any, ...], *arguments: Any, **options: Any) -> Any:
+    """Call a public function whose tensor arguments :func:`are_foreign`; ``values`` are these, its first ones.
 
     Returns:
         An array of the first array's library, on its device, that shares the memory of the result; or the value that
@@ -40,12 +39,12 @@ def call(function: Callable[..., Any], arrays: dict[str, Any], *arguments: Any, 
     Raises:
         TypeError: arrays of different libraries, or that DLPack does not take.
     """
-    values, where = tuple(arrays.values()), function.__name__
     if has_torch_function(values):
         return handle_torch_function(function, values, *values, *arguments, **options)
     if any(is_own_kind(value) for value in values):  # their class does not handle the call
         return function(*as_plain(values), *arguments, **options)
-    (first, array), *others = arrays.items()
+    where, names = function.__name__, function.__code__.co_varnames  # arguments come first among the variables
+    (first, array), *others = named = tuple(zip(names, values, strict=False))
     library = _library(array)
     if library is None:
         rule = "be a torch.Tensor, or an array of a library that has from_dlpack"
@@ -55,7 +54,7 @@ def call(function: Callable[..., Any], arrays: dict[str, Any], *arguments: Any, 
             fail(TypeError, where, first, f"be a torch.Tensor, as {name} is", type(array).__name__)
         if value is not None and _library(value) is not library:
             fail(TypeError, where, name, f"be an array of {library.__name__}, as {first} is", type(value).__name__)
-    tensors = [None if value is None else _tensor_of(where, name, value) for name, value in arrays.items()]
+    tensors = [None if value is None else _tensor_of(where, name, value) for name, value in named]
     with torch.no_grad():
         result = function(*tensors, *arguments, **options)
     if library is not np:

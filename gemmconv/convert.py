@@ -21,21 +21,17 @@ from gemmconv import validation
 from gemmconv.dispatch import HARMLESS_MODES
 from gemmconv.functional import conv_transpose2d
 from gemmconv.kernels.base import Precision
-from gemmconv.module import ConvTranspose1d, ConvTranspose2d, ConvTranspose3d
+from gemmconv.module import ConvTranspose1d, ConvTranspose2d, ConvTranspose3d, Layer
 from gemmconv.rank import conv_transpose1d, conv_transpose3d
 from gemmconv.selection import NAMES
 from gemmconv.tuned import log
 
 Model = TypeVar("Model", bound=nn.Module)
 
-OURS: dict[type, Any] = {
-    nn.ConvTranspose1d: ConvTranspose1d,
-    nn.ConvTranspose2d: ConvTranspose2d,
-    nn.ConvTranspose3d: ConvTranspose3d,
-}
+LAYERS = nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d  # of which gemmconv's classes are subclasses
+OURS: dict[type, Any] = dict(zip(LAYERS, (ConvTranspose1d, ConvTranspose2d, ConvTranspose3d), strict=True))
 TORCHS = {ours: torchs for torchs, ours in OURS.items()}
-_SETTINGS = ("algorithm", "precision", "workspace_limit")
-_OWN_ATTRIBUTES = (*_SETTINGS, "_cached_key", "_position")
+_OWN_ATTRIBUTES = ("algorithm", "precision", "workspace_limit", "_last_call", "_position")
 
 
 class Line(NamedTuple):
@@ -96,11 +92,11 @@ def convert(
     validation.choice("convert", algorithm, NAMES, precision, workspace_limit)
     settings = {"algorithm": algorithm, "precision": precision, "workspace_limit": workspace_limit}
     for module in model.modules():
-        if (torchs := _torchs_class(module)) is not None and _why_left(module) is None:
-            module.__class__ = _with_base(type(module), torchs, OURS[torchs])
+        if (base := _base(module)) in OURS and _why_left(module) is None:
+            _set_base(module, OURS[base])
             module.__dict__.update(settings)
             module._register()  # type: ignore[operator]
-        elif _own_class(module) is not None:
+        elif base in TORCHS:
             module.__dict__.update(settings)
     lines = _lines(model)
     count = sum(line.is_converted for line in lines)
@@ -121,13 +117,14 @@ def revert(model: Model) -> Model:
     """
     validation.model("revert", model)
     for module in model.modules():
-        if (ours := _own_class(module)) is not None:
-            if "forward" in vars(module):
-                log.warning("revert: a %s stays, since its forward was replaced: revert before that", ours.__name__)
-                continue
-            module.__class__ = _with_base(type(module), ours, TORCHS[ours])
-            for name in _OWN_ATTRIBUTES:
-                module.__dict__.pop(name, None)
+        if (base := _base(module)) not in TORCHS:
+            continue
+        if "forward" in vars(module):
+            log.warning("revert: a %s stays, since its forward was replaced: revert before that", base.__name__)
+            continue
+        _set_base(module, TORCHS[base])
+        for name in _OWN_ATTRIBUTES:
+            module.__dict__.pop(name, None)
     return model
 
 
@@ -135,12 +132,12 @@ def revert(model: Model) -> Model:
 def converted(model: Model, **settings: Any) -> Iterator[Model]:
     """Convert a model inside a ``with`` block; see :func:`convert`. Layers that were converted before stay so."""
     validation.model("converted", model)
-    layers = [one for one in model.modules() if isinstance(one, tuple(OURS))]
-    before = {one: {name: getattr(one, name) for name in _SETTINGS} if _own_class(one) else None for one in layers}
+    layers: list[Any] = [one for one in model.modules() if isinstance(one, LAYERS)]
+    before = [(one, one._settings() if _base(one) in TORCHS else None) for one in layers]
     try:
         yield convert(model, **settings)
     finally:
-        for module, old in before.items():
+        for module, old in before:
             if old is None:
                 revert(module)
             else:
@@ -197,26 +194,19 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
 }
 
 
-def _torchs_class(module: nn.Module) -> type | None:
-    """torch's class of a layer that gemmconv does not compute; None for ours, and for all that is no such layer."""
-    if _own_class(module) is not None:
-        return None
-    return next((torchs for torchs in OURS if isinstance(module, torchs)), None)
-
-
-def _own_class(module: nn.Module) -> type | None:
-    """gemmconv's class of a layer whose class is this one, or this one with parametrizations; else None."""
+def _base(module: nn.Module) -> type:
+    """The class of a module; for one with parametrizations, whose class torch made, what that was made from."""
     kind = type(module)
-    base = kind.__bases__[0] if parametrize.is_parametrized(module) else kind
-    return base if base in TORCHS else None
+    return kind.__bases__[0] if parametrize.is_parametrized(module) else kind
 
 
-def _with_base(kind: type, old: type, new: type) -> type:
-    """``new`` in place of ``old``; for a class of torch's parametrizations, one with another base."""
-    if kind is old:
-        return new
-    parts = {name: value for name, value in kind.__dict__.items() if name not in ("__dict__", "__weakref__")}
-    return type(kind.__name__, (new,), parts)
+def _set_base(module: nn.Module, new: type) -> None:
+    """Give a module another class; for one with parametrizations, a class like its own that is made from ``new``."""
+    kind = type(module)
+    if parametrize.is_parametrized(module):
+        parts = {name: value for name, value in kind.__dict__.items() if name not in ("__dict__", "__weakref__")}
+        new = type(kind.__name__, (new,), parts)
+    module.__class__ = new
 
 
 def _why_left(module: nn.Module) -> str | None:
@@ -226,7 +216,7 @@ def _why_left(module: nn.Module) -> str | None:
         return "it has no parameters yet: run the model once, then convert"
     if kind.__name__.startswith("FSDP"):
         return "it was sharded first: convert before fully_shard"
-    if kind not in OURS and not (parametrize.is_parametrized(module) and kind.__bases__[0] in OURS):
+    if _base(module) not in OURS:
         return f"it is of a subclass, {kind.__module__}.{kind.__qualname__}, which may compute something else"
     if "forward" in vars(module):
         return "its forward was replaced: convert before offload hooks, layerwise casting and the like"
@@ -237,16 +227,15 @@ def _lines(model: nn.Module) -> list[Line]:
     """A line for each transposed convolution, and for each module of another kind that once was one."""
     lines = []
     for name, module in model.named_modules():
-        kind = type(module)
-        if isinstance(module, tuple(TORCHS)):
-            settings = (f"{one}={value}" for one in _SETTINGS if (value := getattr(module, one)) is not None)
-            lines.append(Line(name, kind.__name__, True, f"{kind.__name__}, {', '.join(settings)}"))
-        elif _torchs_class(module) is not None:
+        kind = type(module).__name__
+        if isinstance(module, Layer):
+            lines.append(Line(name, kind, True, f"{kind}, {module._settings_text()}"))
+        elif isinstance(module, LAYERS):
             reason = _why_left(module) or "convert was not called since it was added"
-            lines.append(Line(name, kind.__name__, False, f"{kind.__name__}: {reason}"))
-        elif "ConvTranspose" in (original := getattr(module, "original_name", kind.__name__)):
+            lines.append(Line(name, kind, False, f"{kind}: {reason}"))
+        elif "ConvTranspose" in (original := getattr(module, "original_name", kind)):
             is_scripted = isinstance(module, torch.jit.ScriptModule)
-            if is_scripted or kind.__module__.startswith("torch.ao"):
+            if is_scripted or type(module).__module__.startswith("torch.ao"):
                 why = "scripted: trace a converted model" if is_scripted else "quantised: no kernel takes integers"
                 lines.append(Line(name, original, False, f"{original}: it was {why}"))
     return lines

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from gemmconv import pairs, selection, tuned, validation
 from gemmconv.algorithms import ALGORITHMS, Algorithm
-from gemmconv.convert import OURS
+from gemmconv.convert import LAYERS
 from gemmconv.device import named
 from gemmconv.geometry import Problem
 from gemmconv.kernels.base import Choice, Config, Direction, Precision
@@ -20,6 +20,7 @@ from gemmconv.kernels.forms import launches
 from gemmconv.kernels.program import Program
 from gemmconv.ops import volumes
 from gemmconv.ops.autocast import current_dtype
+from gemmconv.ops.schemas import is_channels_last
 from gemmconv.ops.volumes import Volume
 from gemmconv.rank import choose_way, image_problems
 from gemmconv.selection import BY_NAME, MICROSECONDS, NAMES, NATIVE
@@ -27,7 +28,6 @@ from gemmconv.warmup import preserve_state, recording
 
 Compilations = tuple[tuple[str, tuple[tuple[str, str | int], ...]], ...]  # sources with their sorted macros
 
-_LAYERS = tuple(OURS)  # torch's classes, of which gemmconv's are subclasses
 _MOST_STEPS = 12  # most steps of a program that a report lists
 _PASSES = {"forward": "forward", "input_grad": "gradient of the input", "weight_grad": "gradient of the weight"}
 
@@ -66,8 +66,10 @@ class Explanation:
 
     def __str__(self) -> str:
         p, c = self.config.problem, self.config
-        itemsize = c.dtype.itemsize
-        dtype = str(c.dtype).removeprefix("torch.")
+        itemsize, dtype = c.dtype.itemsize, str(c.dtype).removeprefix("torch.")
+        input_grad, weight_grad = self.gradients
+        backward = input_grad if input_grad == weight_grad else f"{input_grad} (input) and {weight_grad} (weight)"
+        turned = ", in channels_last between transposes" * self.gradients_turned
         lines = [
             f"conv_transpose2d {list(p.input_shape)} x {list(p.weight_shape)} -> {list(p.output_shape)}, "
             f"{dtype} ({c.precision}) on {c.device}{', channels_last' * c.channels_last}",
@@ -75,7 +77,7 @@ class Explanation:
             f"{p.useful_flops / max(1, p.least_bytes(itemsize)):.1f} flops a byte",
             f"  columns  {p.column_bytes(itemsize):,} bytes if all were written at once, {p.gemm_batch} products of "
             f"{p.gemm_m} x {p.gemm_n} x {p.gemm_k}",
-            f"  chosen   {self.algorithm} ({_PASSES[self.direction]}); for a whole backward pass {self._backward}",
+            f"  chosen   {self.algorithm} ({_PASSES[self.direction]}); for a whole backward pass {backward}{turned}",
         ]
         if c.device.type == "cuda" or "/" in self.kernel:
             gpu = f", for an {c.spec.name}" if c.device.type == "cuda" else ""
@@ -92,12 +94,6 @@ class Explanation:
             lines.append(f"  {name:<12} {reason}{memory}")
         lines += [f"    {name:<26} {text}" for name, text in self.kernels.items()]
         return "\n".join(lines)
-
-    @property
-    def _backward(self) -> str:
-        input_grad, weight_grad = self.gradients
-        names = input_grad if input_grad == weight_grad else f"{input_grad} (input) and {weight_grad} (weight)"
-        return f"{names}, in channels_last between transposes" if self.gradients_turned else names
 
 
 @dataclass(frozen=True)
@@ -171,12 +167,12 @@ def explain(subject: Problem | nn.Module, *inputs: Any, **options: Any) -> Any:
     if not isinstance(subject, nn.Module):
         rule = "be a gemmconv.Problem, a layer or a torch.nn.Module"
         validation.fail(TypeError, "explain", "the first argument", rule, type(subject).__name__)
-    if isinstance(subject, _LAYERS):
+    if isinstance(subject, LAYERS):
         if len(inputs) != 1:
             rule = "be followed by its input, as a tensor or a shape"
             validation.fail(TypeError, "explain", "a layer", rule, f"{len(inputs)} more arguments")
         return _of_layer("", subject, inputs[0], options)
-    names: dict[Any, str] = {one: name for name, one in subject.named_modules() if isinstance(one, _LAYERS)}
+    names: dict[Any, str] = {one: name for name, one in subject.named_modules() if isinstance(one, LAYERS)}
     found: list[LayerExplanation] = []
 
     def record(layer: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -306,13 +302,12 @@ def _of_layer(name: str, layer: Any, input: Tensor | Sequence[int], options: dic
     shape = tuple(validation.integer("explain", "an extent of input", extent) for extent in given_shape)
     shape = (1, *shape) if len(shape) == 1 + rank else shape
     geometry = layer.stride, layer.padding, layer.output_padding, layer.groups, layer.dilation
-    problem = validation.problem("explain", shape, layer.weight.shape, *geometry)
+    problem = validation.problem("explain", shape, layer.weight.shape, geometry)
     dtype = current_dtype(input) if isinstance(input, Tensor) else layer.weight.dtype
     given = {"device": layer.weight.device, "dtype": dtype, "bias": layer.bias is not None}
     given |= {one: getattr(layer, one) for one in ("algorithm", "precision", "workspace_limit") if hasattr(layer, one)}
-    tensors = [one for one in (input, layer.weight) if isinstance(one, Tensor)]
-    form = torch.channels_last if rank < 3 else torch.channels_last_3d
-    if rank > 1 and any(one.is_contiguous(memory_format=form) and not one.is_contiguous() for one in tensors):
+    tensors = [one for one in (input, layer.weight) if isinstance(one, Tensor) and one.dim() == 2 + rank]
+    if rank > 1 and any(map(is_channels_last, tensors)):
         given["memory_format"] = torch.channels_last
     given |= options
     calls = tuple(explain_problem(one, **given) for one in image_problems(problem))

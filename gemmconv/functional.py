@@ -79,9 +79,8 @@ def conv_transpose2d(
             return call(input, weight, bias)
     # Arrays of other libraries: this function again, on tensors that share their memory.
     if not are_plain and arrays.are_foreign(input, weight, bias):
-        tensors = {"input": input, "weight": weight, "bias": bias}
         named: Any = {"algorithm": algorithm, "precision": precision, "workspace_limit": workspace_limit}
-        return arrays.call(conv_transpose2d, tensors, *given[:5], **named)
+        return arrays.call(conv_transpose2d, (input, weight, bias), *given[:5], **named)
     # Types and values. Whether shapes fit together is checked by the operator, or where a call is prepared.
     validation.tensor(where, "input", input)
     validation.tensor(where, "weight", weight)
@@ -168,7 +167,7 @@ def im2col(
     (torch.Size([1, 6, 3]), torch.Size([1, 54, 27]))
     """
     if type(input) is not Tensor and arrays.are_foreign(input):
-        return arrays.call(im2col, {"input": input}, kernel_size, dilation, padding, stride)
+        return arrays.call(im2col, (input,), kernel_size, dilation, padding, stride)
     validation.tensor("im2col", "input", input)
     rank = validation.fold_rank("im2col", kernel_size, 3 if input.dim() == 5 else 2)
     window = _window("im2col", rank, kernel_size, dilation, padding, stride)
@@ -212,8 +211,7 @@ def col2im(
     (torch.Size([1, 2, 5]), torch.Size([1, 2, 5, 5, 5]))
     """
     if type(columns) is not Tensor and arrays.are_foreign(columns):
-        arguments = output_size, kernel_size, dilation, padding, stride
-        return arrays.call(col2im, {"columns": columns}, *arguments)
+        return arrays.call(col2im, (columns,), output_size, kernel_size, dilation, padding, stride)
     validation.tensor("col2im", "columns", columns)
     rank = validation.fold_rank("col2im", output_size, 2)
     size = validation.extents("col2im", "output_size", output_size, rank)

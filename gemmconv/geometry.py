@@ -17,6 +17,7 @@ from gemmconv.hashing import cached_property, hashed_once
 
 Pair = tuple[int, int]
 Shape4 = tuple[int, int, int, int]
+Geometry = tuple[Pair, Pair, Pair, int, Pair]  # stride, padding, output_padding, groups, dilation: as torch orders them
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ class Problem:
         return self.out_channels // self.groups
 
     @property
-    def geometry(self) -> tuple[Pair, Pair, Pair, int, Pair]:
+    def geometry(self) -> Geometry:
         """The arguments of torch's operator after its tensors."""
         return self.stride, self.padding, self.output_padding, self.groups, self.dilation
 
@@ -118,9 +119,8 @@ class Problem:
         >>> Problem(1, 1, 1, 1, (4, 4), (2, 3), stride=(2, 2)).is_apart_along(0)
         True
         """
-        is_plain = self.padding[axis] == self.output_padding[axis] == 0
-        is_plain = is_plain and (self.dilation[axis] == 1 or self.kernel_size[axis] == 1)
-        return is_plain and self.kernel_size[axis] == self.stride[axis]
+        kernel_size, is_unpadded = self.kernel_size[axis], self.padding[axis] == self.output_padding[axis] == 0
+        return is_unpadded and kernel_size == self.stride[axis] and 1 in (kernel_size, self.dilation[axis])
 
     @property
     def is_apart(self) -> bool:

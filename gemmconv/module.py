@@ -19,14 +19,14 @@ from gemmconv.selection import NAMES
 Sizes = int | tuple[int, ...]
 
 
-class _Layer(nn.Module):
+class Layer(nn.Module):
     """Arguments, settings and text that the layers of all ranks have in common."""
 
     # Defaults where __init__ did not run: a pickle of another version, or a torch module whose class was changed.
     algorithm: str = "auto"
     precision: Precision | None = None
     workspace_limit: int | None = None
-    _cached_key: tuple[Any, bytes | None] | None = None  # attributes at the last call, and the key of its arguments
+    _last_call: tuple[Any, tuple[Any, bytes | None]] | None = None  # its attributes, and what _arguments returned
     _axes: int  # 1 for signals, 2 for images, 3 for volumes
     _function: Callable[..., Tensor]  # the functional form: it computes any call, with all checks
 
@@ -50,10 +50,10 @@ class _Layer(nn.Module):
         workspace_limit: int | None = None,
     ) -> None:
         where = f"ConvTranspose{self._axes}d"
-        counts = {"in_channels": in_channels, "out_channels": out_channels, "groups": groups}
-        sizes = {"kernel_size": kernel_size, "stride": stride, "padding": padding, "output_padding": output_padding}
-        sizes["dilation"] = dilation
-        checked = validation.module(where, self._axes, counts, sizes, bias, padding_mode, device, dtype)
+        values: dict[str, Any] = {"in_channels": in_channels, "out_channels": out_channels, "groups": groups}
+        values |= {"kernel_size": kernel_size, "stride": stride, "padding": padding, "output_padding": output_padding}
+        values["dilation"] = dilation
+        checked = validation.module(where, self._axes, values, bias, padding_mode, device, dtype)
         validation.choice(where, algorithm, NAMES, precision, workspace_limit)
         super().__init__(**checked, bias=bias, padding_mode=padding_mode, device=device, dtype=dtype)
         self.algorithm = algorithm
@@ -64,21 +64,27 @@ class _Layer(nn.Module):
     def _register(self) -> None:
         """A hook that runs when a layer was made, copied or unpickled. 2-D layers have one."""
 
-    def _arguments(self) -> tuple[Any, ...]:
-        """The arguments of a call after its tensors; for a 1-D layer those of the equal call on images of height 1."""
-        geometry = self.stride, self.padding, self.output_padding, self.groups, self.dilation
-        given = rank.of_height_1(*geometry) if len(self.stride) == 1 else geometry  # type: ignore[arg-type]
-        return *given, self.algorithm, self.precision, self.workspace_limit
+    def _settings(self) -> dict[str, Any]:
+        """The keyword arguments of a call."""
+        return {"algorithm": self.algorithm, "precision": self.precision, "workspace_limit": self.workspace_limit}
 
-    def _arguments_key(self) -> bytes | None:
-        """The arguments of a call as bytes, made anew if an attribute has changed; None if they have no such form."""
+    def _settings_text(self) -> str:
+        """The settings that are not None, such as ``algorithm=auto``."""
+        return ", ".join(f"{name}={value}" for name, value in self._settings().items() if value is not None)
+
+    def _arguments(self) -> tuple[tuple[Any, ...], bytes | None]:
+        """The arguments of a call after its tensors, and these as bytes, None if they have no such form.
+
+        A 1-D layer's are those of the equal call on images of height 1. They are made anew if an attribute has changed.
+        """
         attributes: tuple[Any, ...] = (
             *(self.stride, self.padding, self.output_padding, self.groups, self.dilation),
             *(self.algorithm, self.precision, self.workspace_limit),
         )
-        if (cached := self._cached_key) is None or cached[0] != attributes:
-            self._cached_key = cached = attributes, call_cache.arguments_key(self._arguments())
-        return cached[1]
+        if (last := self._last_call) is None or last[0] != attributes:
+            arguments = attributes if self._axes > 1 else (*rank.of_height_1(*attributes[:5]), *attributes[5:])
+            self._last_call = last = attributes, (arguments, call_cache.arguments_key(arguments))
+        return last[1]
 
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
         """The transposed convolution of ``input``.
@@ -103,59 +109,35 @@ class _Layer(nn.Module):
         weight: Any = parameters["weight"] if "weight" in parameters else self.weight  # noqa: SIM401
         bias: Any = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401
         # A repeated call: a call of the same signature was prepared before.
-        if (
-            output_size is None
-            and not compiling
-            and plain.are_torch_tensors(input, weight, bias)
-            and (arguments_key := self._arguments_key()) is not None
-        ):
-            call, key = plain.find_call(input, weight, bias, arguments_key)
+        if output_size is None and not compiling and plain.are_torch_tensors(input, weight, bias):
+            arguments, text = self._arguments()
+            call, key = (None, None) if text is None else plain.find_call(input, weight, bias, text)
             if call is not None:
                 return call(input, weight, bias)
-            if key is not None:
-                self._before_other_calls(input, weight, bias)
-                output = self._call_on_signals(key, arguments_key, input, weight, bias)
-                if output is not None:
-                    return output
+            if key is not None and (output := self._first_call(key, arguments, text, input, weight, bias)) is not None:
+                return output
         # Any other call, with all checks.
         output_padding: Any = self.output_padding
         if output_size is not None:
-            geometry: Any = self.kernel_size, self.stride, self.padding, self.dilation
-            output_padding = _output_padding_for(f"ConvTranspose{self._axes}d", output_size, input.shape, *geometry)
-        return self._function(
-            input,
-            weight,
-            bias,
-            self.stride,
-            self.padding,
-            output_padding,
-            self.groups,
-            self.dilation,
-            algorithm=self.algorithm,
-            precision=self.precision,
-            workspace_limit=self.workspace_limit,
-        )
+            window: Any = self.kernel_size, self.stride, self.padding, self.dilation
+            output_padding = _output_padding_for(f"ConvTranspose{self._axes}d", output_size, input.shape, window)
+        geometry = self.stride, self.padding, output_padding, self.groups, self.dilation
+        return self._function(input, weight, bias, *geometry, **self._settings())
 
-    def _before_other_calls(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-        """A hook that runs before a call that no cached one serves, as the first of a size. 2-D layers have one."""
+    def _first_call(self, key: Any, arguments: Any, text: Any, input: Tensor, weight: Tensor, bias: Any) -> Any:
+        """A hook for a call that no cached one serves, such as the first of a size. 1-D and 2-D layers have one.
 
-    def _call_on_signals(
-        self, key: Any, arguments_key: bytes, input: Tensor, weight: Tensor, bias: Tensor | None
-    ) -> Tensor | None:
-        """The output of a 1-D layer's call whose signature ``key`` is not in the cache; None for other layers."""
+        Gets the call's signature ``key`` and what :meth:`_arguments` returned. Returns the output, or None if the
+        functional form is to compute it.
+        """
         return None
 
     def extra_repr(self) -> str:
-        """torch.nn.ConvTranspose2d's text, then the algorithm and the options that are not None."""
-        parts = [super().extra_repr(), f"algorithm={self.algorithm}"]
-        if self.precision is not None:
-            parts.append(f"precision={self.precision}")
-        if self.workspace_limit is not None:
-            parts.append(f"workspace_limit={self.workspace_limit}")
-        return ", ".join(parts)
+        """torch.nn.ConvTranspose2d's text, then the settings that are not None."""
+        return f"{super().extra_repr()}, {self._settings_text()}"
 
 
-class ConvTranspose2d(_Layer, nn.ConvTranspose2d):
+class ConvTranspose2d(Layer, nn.ConvTranspose2d):
     """torch.nn.ConvTranspose2d, computed by gemmconv.
 
     Parameters, initial values, state_dict and ``output_size`` are those of torch.nn.ConvTranspose2d. The first call of
@@ -190,13 +172,13 @@ class ConvTranspose2d(_Layer, nn.ConvTranspose2d):
         super().__setstate__(state)
         self._register()
 
-    def _before_other_calls(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    def _first_call(self, key: Any, arguments: Any, text: Any, input: Tensor, weight: Tensor, bias: Any) -> None:
         """Compile in the background what the layers made after this one are likely to launch."""
         if input.is_cuda and self.algorithm != "native":
             followers.compile_followers(self._position, self, (input, weight, bias))
 
 
-class ConvTranspose1d(_Layer, nn.ConvTranspose1d):
+class ConvTranspose1d(Layer, nn.ConvTranspose1d):
     """torch.nn.ConvTranspose1d, computed by gemmconv as images of height 1; see :class:`ConvTranspose2d`.
 
     >>> import torch
@@ -207,9 +189,7 @@ class ConvTranspose1d(_Layer, nn.ConvTranspose1d):
     _axes = 1
     _function = staticmethod(rank.conv_transpose1d)
 
-    def _call_on_signals(
-        self, key: Any, arguments_key: bytes, input: Tensor, weight: Tensor, bias: Tensor | None
-    ) -> Tensor | None:
+    def _first_call(self, key: Any, arguments: Any, text: Any, input: Tensor, weight: Tensor, bias: Any) -> Any:
         """The output by a new prepared call on signals, or by a cached one on images of height 1; None without one.
 
         A call under autocast, or without a batch, is cached as one on images, so it comes here every time.
@@ -220,17 +200,15 @@ class ConvTranspose1d(_Layer, nn.ConvTranspose1d):
         # Errors are ignored here: forward then calls the functional form, which fails again, in the words of one axis.
         with suppress(TypeError, RuntimeError, ValueError, NotImplementedError):
             if input.dim() == 3:
-                prepare = partial(plain.prepare_signal, input, weight, bias, self._arguments())
-                call = call_cache.find_or_make(key, prepare)
+                call = call_cache.find_or_make(key, partial(plain.prepare_signal, input, weight, bias, arguments))
         if call is not None:
-            output: Tensor = call(input, weight, bias)
-            return output
+            return call(input, weight, bias)
         images, kernels = input.unsqueeze(-2), weight.unsqueeze(-2)
-        call, _ = plain.find_call(images, kernels, bias, arguments_key)
+        call, _ = plain.find_call(images, kernels, bias, text)
         return None if call is None else call(images, kernels, bias).squeeze(-2)
 
 
-class ConvTranspose3d(_Layer, nn.ConvTranspose3d):
+class ConvTranspose3d(Layer, nn.ConvTranspose3d):
     """torch.nn.ConvTranspose3d, computed by gemmconv; see :class:`ConvTranspose2d` and gemmconv/rank.py.
 
     >>> import torch

@@ -90,8 +90,7 @@ def conv_transpose1d(
     geometry = stride, padding, output_padding, groups, dilation
     options: Any = {"algorithm": algorithm, "precision": precision, "workspace_limit": workspace_limit}
     if arrays.are_foreign(input, weight, bias):
-        tensors = {"input": input, "weight": weight, "bias": bias}
-        return arrays.call(conv_transpose1d, tensors, *geometry, **options)
+        return arrays.call(conv_transpose1d, (input, weight, bias), *geometry, **options)
     try:
         images, kernels = input.unsqueeze(-2), weight.unsqueeze(-2)
         output = conv_transpose2d(images, kernels, bias, *of_height_1(*geometry), **options)
@@ -137,8 +136,7 @@ def conv_transpose3d(
     geometry = stride, padding, output_padding, groups, dilation
     options: Any = {"algorithm": algorithm, "precision": precision, "workspace_limit": workspace_limit}
     if arrays.are_foreign(input, weight, bias):
-        tensors = {"input": input, "weight": weight, "bias": bias}
-        return arrays.call(conv_transpose3d, tensors, *geometry, **options)
+        return arrays.call(conv_transpose3d, (input, weight, bias), *geometry, **options)
     key = None
     # A repeated call: a call of the same signature was prepared before, and its checks were made then.
     if plain.are_torch_tensors(input, weight, bias) and not torch.compiler.is_compiling():
@@ -153,7 +151,7 @@ def conv_transpose3d(
         if input.dim() == 4:
             by = problem.geometry
             return lambda x, weight, bias: conv_transpose3d(x.unsqueeze(0), weight, bias, *by, **options).squeeze(0)
-        if _is_for_torch(input, weight, bias, problem, algorithm, precision):
+        if _is_for_torch((input, weight, bias), problem, algorithm, precision):
             return lambda input, weight, bias: torch.conv_transpose3d(input, weight, bias, *problem.geometry)
         dtype, last = current_dtype(input), is_channels_last(input) or is_channels_last(weight)
         rounding = precision or torch_precision(dtype, input.device)
@@ -163,7 +161,7 @@ def conv_transpose3d(
             records = torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad)
             way = settled(choose_way(volume, "grads" if records else "forward"), volume, precision, records)
         if key is None:
-            return lambda input, weight, bias: compute(way, input, weight, bias, volume, options)
+            return lambda *tensors: compute(way, tensors, volume, options)
         return prepare(way, (input, weight, bias), volume, options)
 
     call = find_or_make(key, make)
@@ -195,11 +193,7 @@ def settled(way: Way, volume: Volume, precision: Precision | None, trains: bool)
     """The way of a call, or images where that way would round otherwise than ``precision`` says.
 
     It would if torch's setting differs, and torch's operator has a part: it computes all of ``"torch"``, and some
-    gradients of ``"product"``.
-
-    Args:
-        way, volume, precision: of the call; the precision is the argument, None for torch's.
-        trains: whether a backward pass may follow.
+    gradients of ``"product"``, if the call ``trains``: a backward pass may follow.
     """
     if rounds_as_asked(volume.dtype, volume.device, precision):
         return way
@@ -213,23 +207,22 @@ def prepare(way: Way, tensors: Tensors, volume: Volume, options: dict[str, Any])
         way = settled(way, volume, precision, trains=True)
     if way == "product":
         return volumes.prepare(tensors, volume, precision)
-    return lambda input, weight, bias: compute(way, input, weight, bias, volume, options)
+    return lambda *tensors: compute(way, tensors, volume, options)
 
 
-def compute(
-    way: Way, input: Tensor, weight: Tensor, bias: Tensor | None, volume: Volume, options: dict[str, Any]
-) -> Tensor:
+def compute(way: Way, tensors: Tensors, volume: Volume, options: dict[str, Any]) -> Tensor:
     """Compute a batch of volumes in one way."""
-    problem, dtype = volume.problem, volume.dtype
+    input, weight, bias = tensors
+    problem, dtype, precision = volume.problem, volume.dtype, options["precision"]
     if way == "product":  # whose operator has no rules for tangents and transforms
         has_tangents = not torch.compiler.is_compiling() and forward_ad._current_level >= 0
-        way = settled("torch", volume, options["precision"], True) if has_tangents or transforms_active() else way
+        way = settled("torch", volume, precision, trains=True) if has_tangents or transforms_active() else way
     if way == "torch":
         return torch.conv_transpose3d(input, weight, bias, *problem.geometry)
     # Autocast may have cast the input before. Slices are then copied in fewer bytes.
     input, weight, bias = input.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     if way == "product":
-        return volumes.conv_transpose3d(input, weight, bias, volume, options["precision"])
+        return volumes.conv_transpose3d(input, weight, bias, volume, precision)
     return _as_images(input, weight, bias, problem, volume.last, options)
 
 
@@ -247,56 +240,46 @@ def image_problems(problem: Problem) -> list[Problem]:
         return [Problem(p.batch, p.in_channels, p.out_channels, p.groups, *high)]
     if rank == 2:
         return [p]
-    found: dict[Problem, None] = {}
-    for _, _, slices, taps, phases in _depth_phases(p):
-        if taps:
-            channels = p.in_channels * len(taps), p.out_channels * phases
-            (size, *planar), count = (of[1:] for of in fields), slices
-            if p.is_apart_along(0) and p.is_apart_along(1):  # one high image
-                size, count = (size[0] * slices, size[1]), 1
-            found[Problem(p.batch * count, *channels, p.groups, size, *planar)] = None
-    return list(found)
+    (size, *planar), depth = (of[1:] for of in fields), p.input_size[0]
+    if p.is_apart_along(0):  # all phases are output channels of images, or of one high image
+        count, size = (1, (size[0] * depth, size[1])) if p.is_apart_along(1) else (depth, size)
+        return [Problem(p.batch * count, p.in_channels, p.out_channels * p.stride[0], p.groups, size, *planar)]
+    phases = ((p.batch * count, p.in_channels * len(taps)) for _, _, count, taps in _depth_phases(p) if taps)
+    return [Problem(*of_phase, p.out_channels, p.groups, size, *planar) for of_phase in dict.fromkeys(phases)]
 
 
-def _depth_phases(problem: Problem) -> list[tuple[int, int, int, tuple[tuple[int, int], ...], int]]:
-    """The parts of a volume's depth axis that are computed together.
+def _depth_phases(problem: Problem) -> list[tuple[int, int, int, tuple[tuple[int, int], ...]]]:
+    """The phases of a volume's depth axis that have outputs.
 
-    Returns:
-        The first output slice; the q of it; the number of q; pairs of a tap and its shift; and how many phases share
-        them: all S if the kernel equals the stride, which then are output channels, else 1.
+    Returns for each its first output slice, the q of that slice, the number of its slices, and its taps with shifts.
     """
-    depth, stride = problem.input_size[0], problem.stride[0]
-    padding, found = problem.padding[0], []
-    if problem.is_apart_along(0):
-        return [(0, 0, depth, ((0, 0),), stride)]
+    stride, padding, found = problem.stride[0], problem.padding[0], []
     for phase in phases_of(problem.kernel_size[0], stride, problem.dilation[0]):
         begin = -(-(padding - phase.residue) // stride)  # the first and the last q of the phase's outputs
         count = (problem.output_size[0] - 1 + padding - phase.residue) // stride - begin + 1
         if count > 0:
-            found.append((begin * stride + phase.residue - padding, begin, count, phase.taps, 1))
+            found.append((begin * stride + phase.residue - padding, begin, count, phase.taps))
     return found
 
 
 def of_height_1(stride: Ints, padding: Ints, output_padding: Ints, groups: int, dilation: Ints) -> tuple[Any, ...]:
     """Stride, padding, output_padding, groups and dilation of a signal, for an image of height 1."""
-    given = stride, padding, output_padding, groups, dilation
-    steps, pads, more, groups, apart = validation.geometry("conv_transpose1d", *given, rank=1)
+    given = validation.geometry("conv_transpose1d", stride, padding, output_padding, groups, dilation, rank=1)
+    steps, pads, more, groups, apart = given
     return (1, *steps), (0, *pads), (0, *more), groups, (1, *apart)
 
 
-def _is_for_torch(
-    input: Any, weight: Any, bias: Any, problem: Problem, algorithm: str, precision: Precision | None
-) -> bool:
+def _is_for_torch(tensors: Tensors, problem: Problem, algorithm: str, precision: Precision | None) -> bool:
     """Whether torch's own operator has to serve a call: by name, of complex tensors, in exports and transforms."""
     if is_exporting_to_onnx():
         return True
-    dtype = current_dtype(input)
+    input, dtype = tensors[0], current_dtype(tensors[0])
     rounds_right = rounds_as_asked(dtype, input.device, precision)
     if algorithm == "native" and not rounds_right:
         choose(current_config(problem, dtype, input.device, precision), algorithm, "conv_transpose3d")  # raises
     if algorithm != "auto":
         return algorithm == "native"
-    return input.is_complex() or (rounds_right and (transforms_need_torch() or tensors_need_torch(input, weight, bias)))
+    return input.is_complex() or (rounds_right and (transforms_need_torch() or tensors_need_torch(*tensors)))
 
 
 def _checked(rank: int, input: Any, weight: Any, bias: Any, geometry: Any, options: Any) -> Problem:
@@ -307,7 +290,7 @@ def _checked(rank: int, input: Any, weight: Any, bias: Any, geometry: Any, optio
         validation.tensor(where, name, one)
     validation.choice(where, options["algorithm"], NAMES, options["precision"], options["workspace_limit"])
     shape = input.shape if input.dim() != 1 + rank else (1, *input.shape)
-    problem = validation.problem(where, shape, weight.shape, *validation.geometry(where, *geometry, rank=rank))
+    problem = validation.problem(where, shape, weight.shape, validation.geometry(where, *geometry, rank=rank))
     validation.same_kind(where, named, current_dtype)
     validation.bias_shape(where, bias, problem.out_channels)
     validation.sizes(where, problem, input.dtype.itemsize)
@@ -353,27 +336,24 @@ def way_of(volume: Volume, direction: Pass, is_hopper: bool) -> Way:
         least = least // 2 if is_wide else least  # many taps keep the device for longer
     if images_are_faster and _has_outputs(p, least):  # else the host takes too long
         return "images"
-    if volumes.torch_is_faster(p, volume.dtype, volume.precision):
-        return "product" if is_step and volumes.has_own_gradients(p) else "torch"
-    return "product"
+    if is_step and volumes.has_own_gradients(p):
+        return "product"
+    return "torch" if volumes.torch_is_faster(p, volume.dtype, volume.precision) else "product"
 
 
 def _has_outputs(problem: Problem, least: int) -> bool:
     """Whether the output has at least so many elements; False in an export, whose sizes may change."""
-    if is_exporting():
-        return False
-    return problem.batch * problem.out_channels * problem.out_pixels >= least
+    return not is_exporting() and problem.batch * problem.out_channels * problem.out_pixels >= least
 
 
 def _as_images(
     input: Tensor, weight: Tensor, bias: Tensor | None, problem: Problem, last: bool, options: dict[str, Any]
 ) -> Tensor:
     """The transposed convolution of ``[N, C_in, D, H, W]``; ``last``: the result is in channels_last_3d."""
-    p, parts = problem, _depth_phases(problem)
-    batch, depth, groups = p.batch, p.input_size[0], p.groups
+    p, batch, depth, groups = problem, problem.batch, problem.input_size[0], problem.groups
     planar: Any = p.stride[1:], p.padding[1:], p.output_padding[1:], groups, p.dilation[1:]
     if p.is_apart_along(0):  # all phases read one slice, and are output channels
-        phases, merged = parts[0][-1], p.is_apart_along(1)
+        phases, merged = p.stride[0], p.is_apart_along(1)
         # The phase is the outer part of the channels where channels lie innermost, so that copies move whole pixels.
         kernels = weight.transpose(1, 2) if last else weight
         if bias is not None:
@@ -390,7 +370,8 @@ def _as_images(
             volume = unflatten(volume, 1, (-1, phases)).transpose(2, 3).flatten(2, 3)
     else:
         taps_of, found = unflatten(weight, 0, (groups, -1)), []  # [groups, C_in/groups, C_out/groups, K_d, K_h, K_w]
-        for _, begin, count, taps, _ in parts:
+        parts = _depth_phases(p)
+        for _, begin, count, taps in parts:
             if taps:
                 images = _slices(input, [begin - shift for _, shift in taps], count, groups, last)
                 kernels = torch.stack([taps_of[:, :, :, tap] for tap, _ in taps], 1).flatten(0, 2)

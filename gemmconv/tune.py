@@ -15,17 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gemmconv import pairs, selection, tuned, validation
+from gemmconv import pairs, selection, tuned
 from gemmconv.algorithms import ALGORITHMS
-from gemmconv.compare.timing import cuda_rounds, medians_ms
+from gemmconv.compare.timing import Run, cuda_rounds, medians_ms
 from gemmconv.explain import compilations_of
 from gemmconv.kernels.base import PASSES, Choice, Config, Direction, Pass, Precision, strides_of
-from gemmconv.module import ConvTranspose1d, ConvTranspose2d, ConvTranspose3d
+from gemmconv.module import ConvTranspose1d, ConvTranspose3d, Layer
 from gemmconv.ops.autocast import current_dtype
 from gemmconv.ops.configs import Convention, config_of
 from gemmconv.ops.gradients import prepare_gradients
 from gemmconv.ops.schemas import Options, checked_problem, is_channels_last, without_data
-from gemmconv.ops.volumes import Volume, gradients_are_ours, program_of
+from gemmconv.ops.volumes import Volume, gradients_are_ours, program_of, volume_of
 from gemmconv.rank import Way, of_height_1, settled
 from gemmconv.rank import prepare as prepare_volume
 from gemmconv.selection import NATIVE
@@ -36,7 +36,6 @@ _MOST_TILES = 6  # measured beside torch's operator: those with the least estima
 _MOST_OF_A_KERNEL = 3  # tiles measured of one kernel
 _ROUNDS, _CALLS = 9, 20  # samples of a candidate; calls in a row when the host's time is measured
 
-Run = Callable[[], object]
 NamedChoice = tuple[str, Choice]  # an algorithm's name, and a kernel and tile of it
 VolumeCall = tuple[Volume, bool, Precision | None]  # a call on volumes, whether it has a bias, and its precision
 
@@ -112,16 +111,17 @@ def _steps_of(
         if layer.algorithm != "auto" or named.get("output_size") is not None or len(arguments) > 1 or not input.numel():
             return  # output_padding is not the layer's own, or the batch is empty
         dtype, of_weight = current_dtype(input), backward and weight.requires_grad
-        if isinstance(layer, ConvTranspose3d):
-            call = _volume_of(layer, input, dtype), layer.bias is not None, layer.precision
-            of_volumes[call, "forward"] = None
-            if of_weight:
-                of_volumes[call, "grads"] = None
-            return
+        input = input if input.dim() == weight.dim() else input.unsqueeze(0)
         given = [getattr(layer, name) for name in Options._fields]
+        if isinstance(layer, ConvTranspose3d):
+            volume = volume_of(without_data(input, dtype), weight, *given[:5], layer.precision, layer.workspace_limit)
+            volume = volume._replace(last=is_channels_last(input) or is_channels_last(weight))
+            call = volume, layer.bias is not None, layer.precision
+            passes: tuple[Pass, ...] = ("forward", "grads") if of_weight else ("forward",)
+            of_volumes.update({(call, one): None for one in passes})
+            return
         if isinstance(layer, ConvTranspose1d):  # an image of height 1
             input, weight, given[:5] = input.unsqueeze(-2), weight.unsqueeze(-2), of_height_1(*given[:5])
-        input = input if input.dim() == 4 else input.unsqueeze(0)
         tensors = tuple(without_data(one, dtype) for one in (input, weight, layer.bias))
         options = Options(*given)
         problem = checked_problem("conv_transpose2d", tensors, None, options)
@@ -131,25 +131,16 @@ def _steps_of(
         needed = True, of_input, of_weight, of_input and of_weight
         found.update({(config, one): None for one, is_needed in zip(PASSES, needed, strict=True) if is_needed})
 
-    layers = [one for one in model.modules() if isinstance(one, ConvTranspose1d | ConvTranspose2d | ConvTranspose3d)]
+    layers = [one for one in model.modules() if isinstance(one, Layer)]
     with trial(model, inputs, backward), recording(layers, record):
         run_step(model, inputs, backward, "tune")
     return found, of_volumes
 
 
-def _volume_of(layer: ConvTranspose3d, input: Tensor, dtype: torch.dtype) -> Volume:
-    """The call of a layer on volumes, without its data; ``dtype`` is what autocast makes of the input."""
-    input = input if input.dim() == 5 else input.unsqueeze(0)
-    geometry: Any = layer.stride, layer.padding, layer.output_padding, layer.groups, layer.dilation
-    problem = validation.problem("tune", input.shape, layer.weight.shape, *geometry)
-    precision = layer.precision or selection.torch_precision(dtype, input.device)
-    last = is_channels_last(input) or is_channels_last(layer.weight)
-    return Volume(problem, dtype, input.device, precision, last, layer.workspace_limit)
-
-
 def _choices(config: Config, direction: Direction) -> list[NamedChoice]:
     """torch's operator, and the kernels' tiles with the least estimates."""
-    found: list[NamedChoice] = []
+    ours: list[NamedChoice] = []
+    torchs: list[NamedChoice] = []
     for algorithm in ALGORITHMS:
         if not selection.can_serve(algorithm, config, direction):
             continue
@@ -159,10 +150,8 @@ def _choices(config: Config, direction: Direction) -> list[NamedChoice]:
             tiles = ((kernel.seconds(config, direction, one), one) for one in kernel.tiles(config, direction))
             for _, tile in heapq.nsmallest(_MOST_OF_A_KERNEL, tiles, key=lambda item: item[0]):
                 seconds = kernel.expected(config, direction, tile)  # to compare with other kernels' tiles
-                found.append((algorithm.name, Choice(kernel, tile, seconds)))
-    ours = [(name, choice) for name, choice in found if name != "native"]
-    fastest = sorted(ours, key=lambda item: item[1].seconds)[:_MOST_TILES]
-    return [*(one for one in found if one[0] == "native"), *fastest]
+                (torchs if algorithm is NATIVE else ours).append((algorithm.name, Choice(kernel, tile, seconds)))
+    return [*torchs, *sorted(ours, key=lambda item: item[1].seconds)[:_MOST_TILES]]
 
 
 def _compile(plans: Mapping[tuple[Config, Direction], Sequence[NamedChoice]]) -> None:

@@ -14,13 +14,13 @@ from typing import Any, NoReturn, cast
 
 import torch
 
-from gemmconv.geometry import Pair, Problem, output_extent
+from gemmconv.geometry import Geometry, Pair, Problem, output_extent
 
 PRECISIONS = ("ieee", "tf32")
 AXES = {1: ("length",), 2: ("height", "width"), 3: ("depth", "height", "width")}  # by the number of axes
 _ON_ALL = {1: "", 2: " on both axes", 3: " on all axes"}
 _IMAGES, _KERNELS = {1: "L", 2: "H, W", 3: "D, H, W"}, {1: "K", 2: "K_h, K_w", 3: "K_d, K_h, K_w"}
-_COUNTS = ("batch", "in_channels", "out_channels", "groups")  # fields of a Problem that are ints; its others are pairs
+_COUNTS = ("batch", "in_channels", "out_channels", "groups")  # ints of a problem or a module; its others are tuples
 _LIMIT = 1 << 63  # integers, and bytes of a tensor, stay below it
 _SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 _FOLDS = {"im2col": "kernel_size", "col2im": "output_size"}  # and the argument that says how many axes there are
@@ -48,9 +48,8 @@ def extents(where: str, argument: str, value: int | Sequence[int], rank: int = 2
         return value
     values = tuple(value) if isinstance(value, Sequence) and not isinstance(value, str | bytes) else (value,)
     items = [_integer(item) for item in values]
-    kinds = {1: "an int", 2: "an int or a pair of ints", 3: "an int or three ints"}
     if any(item is None for item in items):
-        rule = f"be {kinds[rank]}"
+        rule = {1: "be an int", 2: "be an int or a pair of ints", 3: "be an int or three ints"}[rank]
         if argument == "padding" and isinstance(value, str) and value in _NAMED_PADDINGS and where not in _FOLDS:
             rule += f", since a transposed convolution has no padding={value!r}"
             fail(TypeError, where, argument, rule, repr(value), _NAMED_PADDINGS[value])
@@ -79,8 +78,6 @@ def geometry(
 
 def integer(where: str, argument: str, value: int) -> int:
     """``value`` as an int; raises TypeError if it is none."""
-    if type(value) is int:
-        return value
     if (found := _integer(value)) is None:
         fail(TypeError, where, argument, "be an int", repr(value))
     return found
@@ -177,10 +174,9 @@ def same_kind(
             fail(RuntimeError, where, name, rule, _name(other.dtype), "convert one of them, or use torch.autocast")
 
 
-def parameters(
-    where: str, stride: Pair, padding: Pair, output_padding: Pair, groups: int, dilation: Pair, kernel_size: Pair
-) -> None:
+def parameters(where: str, given: Geometry, kernel_size: Pair) -> None:
     """Raise RuntimeError if a value of the geometry is outside its range, whatever the input."""
+    stride, padding, output_padding, groups, dilation = given
     for name, values, least in (
         ("kernel_size", kernel_size, 1),
         ("stride", stride, 1),
@@ -200,17 +196,9 @@ def parameters(
             fail(RuntimeError, where, "output_padding", rule, tuple(output_padding), remedy)
 
 
-def problem(
-    where: str,
-    input_shape: Sequence[int],
-    weight_shape: Sequence[int],
-    stride: Pair,
-    padding: Pair,
-    output_padding: Pair,
-    groups: int,
-    dilation: Pair,
-) -> Problem:
+def problem(where: str, input_shape: Sequence[int], weight_shape: Sequence[int], given: Geometry) -> Problem:
     """The problem of a call; raises RuntimeError if ranks, channels, groups, values or sizes do not fit together."""
+    stride, padding, output_padding, groups, dilation = given
     rank = len(stride)
     if len(input_shape) != 2 + rank:
         rule = f"have shape [N, C_in, {_IMAGES[rank]}] or [C_in, {_IMAGES[rank]}]"
@@ -222,7 +210,7 @@ def problem(
     if _any_below(1, weight_shape):
         rule = "have at least one input channel, output channel and tap"
         fail(RuntimeError, where, "weight", rule, f"shape {list(weight_shape)}")
-    parameters(where, stride, padding, output_padding, groups, dilation, kernel_size)
+    parameters(where, given, kernel_size)
     in_channels = weight_shape[0]
     if in_channels % groups:
         rule = f"have a number of input channels that groups={groups} divides"
@@ -237,22 +225,15 @@ def problem(
     window = kernel_size, stride, padding, output_padding, dilation
     result = Problem(input_shape[0], in_channels, weight_shape[1] * groups, groups, size, *window)
     if _any_below(1, result.output_size):
-        least, given, left = ("x".join(map(str, of)) for of in ((1,) * rank, size, result.output_size))
-        rule = f"leave an output of at least {least} for an input of {given}"
+        least, of_input, left = ("x".join(map(str, of)) for of in ((1,) * rank, size, result.output_size))
+        rule = f"leave an output of at least {least} for an input of {of_input}"
         got = f"{tuple(padding)}, an output of {left}"
         fail(RuntimeError, where, "padding", rule, got, "use less padding or a larger input")
     return result
 
 
 def made_problem(where: str, made: Problem, dtype: torch.dtype) -> Problem:
-    """A user's Problem with ints and pairs in one form, after the checks that a call on tensors of this dtype makes.
-
-    Raises:
-        TypeError: ``made`` is no Problem, or ``dtype`` no dtype; a value that is no int, or beyond 64 bits.
-        RuntimeError: see :func:`problem` and :func:`sizes`; also a negative batch, or output channels that groups do
-            not divide.
-        NotImplementedError: an integer or boolean dtype.
-    """
+    """A user's Problem with ints and pairs in one form, after the checks that a call on tensors of this dtype makes."""
     element_type(where, dtype)
     if not isinstance(made, Problem):
         fail(TypeError, where, "problem", "be a gemmconv.Problem", type(made).__name__)
@@ -262,12 +243,12 @@ def made_problem(where: str, made: Problem, dtype: torch.dtype) -> Problem:
     }
     in_64_bits(where, values.items())
     made = Problem(**values)
-    parameters(where, *made.geometry, made.kernel_size)
+    parameters(where, made.geometry, made.kernel_size)
     if made.batch < 0:
         fail(RuntimeError, where, "batch", "be at least 0", made.batch)
     if made.out_channels % made.groups:
         fail(RuntimeError, where, "out_channels", f"be divisible by groups={made.groups}", made.out_channels)
-    problem(where, made.input_shape, made.weight_shape, *made.geometry)
+    problem(where, made.input_shape, made.weight_shape, made.geometry)
     sizes(where, made, dtype.itemsize)
     return made
 
@@ -314,22 +295,15 @@ def fold_rank(where: str, value: Any, otherwise: int) -> int:
 
 
 def fold_geometry(
-    where: str,
-    argument: str,
-    output_size: Pair,
-    kernel_size: Pair,
-    dilation: Pair,
-    padding: Pair,
-    stride: Pair,
-    *,
-    shape: tuple[int, int],
+    where: str, argument: str, output_size: Pair, window: Sequence[Pair], shape: tuple[int, int]
 ) -> Problem:
     """The problem whose columns col2im folds into signals, images or volumes of this size; ``shape`` is ``(N, C)``.
 
     Raises RuntimeError for a value outside its range, or a window larger than the padded image.
     """
+    kernel_size, dilation, padding, stride = window
     axes, no_more = range(len(kernel_size)), cast(Pair, (0,) * len(kernel_size))
-    parameters(where, stride, padding, no_more, 1, dilation, kernel_size)
+    parameters(where, (stride, padding, no_more, 1, dilation), kernel_size)
     if shape[1] < 1:
         fail(RuntimeError, where, "the number of channels", "be at least 1", shape[1])
     reaches = [output_size[a] + 2 * padding[a] - dilation[a] * (kernel_size[a] - 1) - 1 for a in axes]
@@ -356,28 +330,16 @@ def fold_columns(where: str, columns_shape: Sequence[int], kernel_size: Pair) ->
 
 
 def module(
-    where: str,
-    rank: int,
-    counts: Mapping[str, Any],
-    sizes: Mapping[str, Any],
-    bias: Any,
-    padding_mode: str,
-    device: Any,
-    dtype: Any,
+    where: str, rank: int, values: Mapping[str, Any], bias: Any, padding_mode: str, device: Any, dtype: Any
 ) -> dict[str, Any]:
-    """A module's sizes as ints and tuples, checked before any parameter is allocated.
+    """A module's numbers and sizes as ints and tuples, checked before any parameter is allocated.
 
-    ``counts`` are in_channels, out_channels and groups by name, ``sizes`` are kernel_size, stride, padding,
-    output_padding and dilation; these and the others are as torch.nn.ConvTranspose2d takes them.
-
-    Raises:
-        TypeError: a value of the wrong type, or beyond 64 bits.
-        ValueError: groups that are not positive or do not divide the channels, a padding_mode other than "zeros".
-        RuntimeError: a sequence of another length, a negative size, an unknown device, a dtype of integers, a bias that
-            is neither true nor false, a weight that no memory can hold.
+    All arguments are as torch.nn.ConvTranspose2d takes them; ``values`` has those of its numbers and sizes by name.
     """
-    made: dict[str, Any] = {name: integer(where, name, value) for name, value in counts.items()}
-    made |= {name: extents(where, name, _unpacked(value), rank) for name, value in sizes.items()}
+    made: dict[str, Any] = {
+        name: integer(where, name, value) if name in _COUNTS else extents(where, name, _unpacked(value), rank)
+        for name, value in values.items()
+    }
     groups, kernel_size = made["groups"], made["kernel_size"]
     if groups < 1:
         fail(ValueError, where, "groups", "be at least 1", groups)
@@ -420,22 +382,15 @@ def place(where: str, device: Any) -> torch.device:
 
 
 def output_padding_for(
-    where: str,
-    output_size: Sequence[int],
-    input_shape: Sequence[int],
-    kernel_size: Pair,
-    stride: Pair,
-    padding: Pair,
-    dilation: Pair,
+    where: str, output_size: Sequence[int], input_shape: Sequence[int], window: Sequence[Pair]
 ) -> tuple[int, ...]:
     """The output_padding with which an input ``[N, C_in, H, W]`` or ``[C_in, H, W]`` gives an output of a size.
 
-    ``output_size`` is ``[H_out, W_out]``, or the output's whole shape, whose other extents are ignored.
-
-    Raises:
-        TypeError: output_size is no sequence.
-        ValueError: it has another number of elements, or a size that no output_padding below the stride gives.
+    ``output_size`` is ``[H_out, W_out]``, or the output's whole shape, whose other extents are ignored. ``window`` is
+    kernel_size, stride, padding and dilation. Raises ValueError for a size that no output_padding below the stride
+    gives.
     """
+    kernel_size, stride, padding, dilation = window
     rank = len(stride)
     before = len(input_shape) - rank
     if isinstance(output_size, int):

@@ -17,7 +17,7 @@ from gemmconv import validation
 from gemmconv.ops import volumes
 from gemmconv.ops.autocast import is_autocasting
 from gemmconv.ops.followers import Call, compile_calls
-from gemmconv.ops.schemas import OPERATORS, Options, as_hashable
+from gemmconv.ops.schemas import OPERATORS, Options, as_hashable, split_arguments
 
 T = TypeVar("T")
 
@@ -62,7 +62,7 @@ def trial(model: nn.Module, inputs: Any, backward: bool) -> Iterator[list[int]]:
 
     Yields the indices of the GPUs that hold the model or its inputs.
     """
-    tensors = [one for one in (*_state(model), *tree_leaves(inputs)) if isinstance(one, Tensor)]
+    tensors = [one for one in (*model.parameters(), *model.buffers(), *tree_leaves(inputs)) if isinstance(one, Tensor)]
     gpus = sorted({one.device.index for one in tensors if one.is_cuda})
     with (
         torch.inference_mode(False),
@@ -84,15 +84,11 @@ def recording(layers: Iterable[nn.Module], record: Callable[..., None]) -> Itera
             hook.remove()
 
 
-def _state(model: nn.Module) -> list[Tensor]:
-    return [*model.parameters(), *model.buffers()]
-
-
 @contextmanager
 def preserve_state(model: nn.Module) -> Iterator[None]:
     """A context after which parameters, buffers and training flags of a model are what they were before."""
     modules = [(one, one.training, one._parameters.copy(), one._buffers.copy()) for one in model.modules()]
-    copies = [(tensor, tensor.detach().clone()) for tensor in _state(model)]
+    copies = [(tensor, tensor.detach().clone()) for tensor in (*model.parameters(), *model.buffers())]
     try:
         yield
     finally:
@@ -114,8 +110,8 @@ class _CallRecorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if operator is OPERATORS["conv_transpose2d"]:
-            tensors = args[:3] if len(args) > 2 else (*args, None)
-            self.calls.append((tensors, tuple(Options(*as_hashable(args[3:])))))
+            tensors, _, arguments = split_arguments("conv_transpose2d", args)
+            self.calls.append((tensors, tuple(Options(*as_hashable(arguments)))))
         if operator is volumes.OPERATOR._opoverload:
             self.of_volumes.append(args)
         return operator(*args, **(kwargs or {}))
@@ -166,11 +162,7 @@ def with_progress(items: Iterable[T], count: int, does: str, unit: str) -> Itera
 
 
 def run_step(model: nn.Module, inputs: Any, backward: bool, where: str) -> None:
-    """Call a model, and compute the gradients of its outputs for all tensors that require them.
-
-    Raises:
-        ValueError: ``backward`` is True, and no output requires gradients; the message begins with ``where``.
-    """
+    """Call a model, and if ``backward`` compute the gradients of its outputs for all tensors that require them."""
     outputs = model(*inputs)
     if not backward:
         return

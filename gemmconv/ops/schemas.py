@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gemmconv import validation
 from gemmconv.dispatch import as_plain
-from gemmconv.geometry import Pair, Problem
+from gemmconv.geometry import Geometry, Pair, Problem
 from gemmconv.kernels.base import Pass, Precision
 from gemmconv.selection import NAMES
 
@@ -46,7 +46,7 @@ class Options(NamedTuple):
     workspace_limit: int | None = None
 
     @property
-    def geometry(self) -> tuple[Pair, Pair, Pair, int, Pair]:
+    def geometry(self) -> Geometry:
         return self.stride, self.padding, self.output_padding, self.groups, self.dilation
 
 
@@ -85,7 +85,7 @@ def checked_problem(where: str, tensors: Tensors, sizes: Any, arguments: Argumen
         weight_shape = (input.shape[1], grad_output.shape[1] // max(1, options.groups), *sizes)
     else:
         weight_shape = weight.shape
-    problem = validation.problem(where, input_shape, weight_shape, *options.geometry)
+    problem = validation.problem(where, input_shape, weight_shape, options.geometry)
     validation.same_kind(where, named)
     if grad_output is not None:
         validation.shape(where, "grad_output", grad_output.shape, problem.output_shape)
@@ -99,7 +99,7 @@ def im2col_problem(input: Tensor, window: Window) -> Problem:
     validation.dimensions("im2col", (("input", input),), len(window.kernel_size))
     validation.same_kind("im2col", (("input", input),))
     size: Any = tuple(input.shape[2:])
-    problem = validation.fold_geometry("im2col", "input", size, *window, shape=(input.shape[0], input.shape[1]))
+    problem = validation.fold_geometry("im2col", "input", size, window, (input.shape[0], input.shape[1]))
     shape = problem.batch, problem.gemm_m, problem.gemm_n
     validation.in_memory("im2col", "padding", shape, input.dtype.itemsize, "leave columns of", "pad less")
     return problem
@@ -108,7 +108,7 @@ def im2col_problem(input: Tensor, window: Window) -> Problem:
 def col2im_problem(columns: Tensor, output_size: Pair, window: Window) -> Problem:
     validation.same_kind("col2im", (("columns", columns),))
     shape = validation.fold_columns("col2im", columns.shape, window.kernel_size)
-    problem = validation.fold_geometry("col2im", "output_size", output_size, *window, shape=shape)
+    problem = validation.fold_geometry("col2im", "output_size", output_size, window, shape)
     validation.shape("col2im", "columns", columns.shape, (problem.batch, problem.gemm_m, problem.gemm_n))
     itemsize, images = columns.dtype.itemsize, problem.output_shape
     validation.in_memory("col2im", "output_size", images, itemsize, "be of images of", "fold into smaller ones")
