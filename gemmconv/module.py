@@ -27,6 +27,7 @@ class _Layer(nn.Module):
     precision: Precision | None = None
     workspace_limit: int | None = None
     _cached_key: tuple[Any, bytes | None] | None = None  # attributes at the last call, and the key of its arguments
+    _position: int = -1  # in the order in which layers are made
     _axes: int  # 1 for signals, 2 for images, 3 for volumes
     _function: Callable[..., Tensor]  # the functional form: it computes any call, with all checks
 
@@ -62,7 +63,13 @@ class _Layer(nn.Module):
         self._register()
 
     def _register(self) -> None:
-        """A hook that runs when a layer was made, copied or unpickled. 2-D layers have one."""
+        """Enter a new layer into the order by which later layers' kernels are compiled in the background."""
+        self._position = followers.register(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a copied or unpickled layer, as a new one in that order."""
+        super().__setstate__(state)
+        self._register()
 
     def _arguments(self) -> tuple[Any, ...]:
         """The arguments of a call after its tensors; for a 1-D layer those of the equal call on images of height 1."""
@@ -113,7 +120,8 @@ class _Layer(nn.Module):
             if call is not None:
                 return call(input, weight, bias)
             if key is not None:
-                self._before_other_calls(input, weight, bias)
+                if self._axes < 3 and input.is_cuda and self.algorithm != "native":
+                    followers.compile_followers(self._position, self, (input, weight, bias))
                 output = self._call_on_signals(key, arguments_key, input, weight, bias)
                 if output is not None:
                     return output
@@ -135,9 +143,6 @@ class _Layer(nn.Module):
             precision=self.precision,
             workspace_limit=self.workspace_limit,
         )
-
-    def _before_other_calls(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-        """A hook that runs before a call that no cached one serves, as the first of a size. 2-D layers have one."""
 
     def _call_on_signals(
         self, key: Any, arguments_key: bytes, input: Tensor, weight: Tensor, bias: Tensor | None
@@ -179,21 +184,6 @@ class ConvTranspose2d(_Layer, nn.ConvTranspose2d):
 
     _axes = 2
     _function = staticmethod(functional.conv_transpose2d)
-    _position: int = -1  # in the order in which modules are made
-
-    def _register(self) -> None:
-        """Enter the layer into the order by which later layers' kernels are compiled in the background."""
-        self._position = followers.register(self)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a copied or unpickled module, as a new one in the order of modules."""
-        super().__setstate__(state)
-        self._register()
-
-    def _before_other_calls(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-        """Compile in the background what the layers made after this one are likely to launch."""
-        if input.is_cuda and self.algorithm != "native":
-            followers.compile_followers(self._position, self, (input, weight, bias))
 
 
 class ConvTranspose1d(_Layer, nn.ConvTranspose1d):
