@@ -27,6 +27,7 @@ class Layer(nn.Module):
     precision: Precision | None = None
     workspace_limit: int | None = None
     _last_call: tuple[Any, tuple[Any, bytes | None]] | None = None  # its attributes, and what _arguments returned
+    _position: int = -1  # in the order in which layers are made
     _axes: int  # 1 for signals, 2 for images, 3 for volumes
     _function: Callable[..., Tensor]  # the functional form: it computes any call, with all checks
 
@@ -62,7 +63,13 @@ class Layer(nn.Module):
         self._register()
 
     def _register(self) -> None:
-        """A hook that runs when a layer was made, copied or unpickled. 2-D layers have one."""
+        """Enter a new layer into the order by which later layers' kernels are compiled in the background."""
+        self._position = followers.register(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a copied or unpickled layer, as a new one in that order."""
+        super().__setstate__(state)
+        self._register()
 
     def _settings(self) -> dict[str, Any]:
         """The keyword arguments of a call."""
@@ -125,11 +132,13 @@ class Layer(nn.Module):
         return self._function(input, weight, bias, *geometry, **self._settings())
 
     def _first_call(self, key: Any, arguments: Any, text: Any, input: Tensor, weight: Tensor, bias: Any) -> Any:
-        """A hook for a call that no cached one serves, such as the first of a size. 1-D and 2-D layers have one.
+        """The output of a call that no cached one serves, such as the first of a size; None for the functional form's.
 
-        Gets the call's signature ``key`` and what :meth:`_arguments` returned. Returns the output, or None if the
-        functional form is to compute it.
+        Has other threads compile what the layers made after this one are likely to launch. ``key`` is the call's
+        signature; ``arguments`` and ``text`` are what :meth:`_arguments` returned.
         """
+        if self._axes < 3 and input.is_cuda and self.algorithm != "native":
+            followers.compile_followers(self._position, self, (input, weight, bias))
         return None
 
     def extra_repr(self) -> str:
@@ -161,21 +170,6 @@ class ConvTranspose2d(Layer, nn.ConvTranspose2d):
 
     _axes = 2
     _function = staticmethod(functional.conv_transpose2d)
-    _position: int = -1  # in the order in which modules are made
-
-    def _register(self) -> None:
-        """Enter the layer into the order by which later layers' kernels are compiled in the background."""
-        self._position = followers.register(self)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a copied or unpickled module, as a new one in the order of modules."""
-        super().__setstate__(state)
-        self._register()
-
-    def _first_call(self, key: Any, arguments: Any, text: Any, input: Tensor, weight: Tensor, bias: Any) -> None:
-        """Compile in the background what the layers made after this one are likely to launch."""
-        if input.is_cuda and self.algorithm != "native":
-            followers.compile_followers(self._position, self, (input, weight, bias))
 
 
 class ConvTranspose1d(Layer, nn.ConvTranspose1d):
@@ -194,6 +188,7 @@ class ConvTranspose1d(Layer, nn.ConvTranspose1d):
 
         A call under autocast, or without a batch, is cached as one on images, so it comes here every time.
         """
+        super()._first_call(key, arguments, text, input, weight, bias)
         if input.dim() not in (2, 3):
             return None
         call = None

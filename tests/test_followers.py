@@ -19,7 +19,7 @@ from gemmconv import functional
 from gemmconv.kernels import bind
 from gemmconv.ops import followers, plain
 from gemmconv.ops.schemas import WithoutData
-from gemmconv.runtime import pool
+from gemmconv.runtime import compiler, pool
 from tests.processes import in_threads
 
 conv_transpose2d = functional.conv_transpose2d  # which tests replace
@@ -125,6 +125,54 @@ def test_guesses_are_made_once_about_each_module_and_none_about_those_called(ask
     for layer, size in ((first, 1), (second, 4), (third, 8), (fourth, 16), (fifth, 32)):
         layer(noise(16, layer.in_channels, (size, size)))
     assert not asked
+
+
+def compile_something(monkeypatch):
+    monkeypatch.setattr(compiler, "compilation_seconds", [*compiler.compilation_seconds, 1.0])
+
+
+def test_guesses_are_repeated_at_other_sizes_while_kernels_are_compiled(asked, monkeypatch):
+    first, second, third, *_ = layers = layers_of(on_gpu(model_of(gemmconv.ConvTranspose2d)))
+    first(noise())
+    asked.clear()
+    first(noise(16))
+    assert not asked
+    compile_something(monkeypatch)
+    first(noise(16))
+    assert not asked
+    first(noise(16, size=(3, 2)))
+    assert [tensors[0].shape for _, tensors, _ in asked] == [
+        (16, c, h, w) for c, h, w in ((64, 6, 5), (32, 12, 10), (16, 24, 20), (8, 48, 40))
+    ] * 2
+    asked.clear()
+    for layer, size in zip(layers[1:], ((6, 5), (12, 10), (24, 20), (48, 40)), strict=True):
+        layer(noise(16, layer.in_channels, size))
+    assert not asked
+    compile_something(monkeypatch)
+    first(noise(4))
+    second(noise(4, 64, (4, 4)))
+    third(noise(4, 32, (9, 9)))  # which was guessed to be 8 x 8
+    assert len(asked) == 8
+    asked.clear()
+    compile_something(monkeypatch)
+    first(noise(2))
+    assert [tensors[0].shape for _, tensors, _ in asked] == [(2, 64, 4, 4)] * 2
+
+
+def test_layers_of_signals_are_guessed_as_images_of_height_1(asked, monkeypatch):
+    def unsqueezed(one, axis):
+        return alike(torch.empty(one.shape, device="meta").unsqueeze(axis).requires_grad_(one.requires_grad))
+
+    monkeypatch.setattr(WithoutData, "unsqueeze", unsqueezed, raising=False)
+    monkeypatch.setattr(gemmconv.ConvTranspose1d, "_function", lambda *_, **__: "result")
+    monkeypatch.setattr(gemmconv.ConvTranspose1d, "_first_call", gemmconv.module.Layer._first_call)
+    layers = [gemmconv.ConvTranspose1d(2 * c, c, 2 * s, s, s // 2) for c, s in ((64, 8), (32, 4))]
+    other = gemmconv.ConvTranspose2d(32, 8, 4)
+    for layer in (*layers, other):
+        layer._parameters.update({name: alike(one) for name, one in layer._parameters.items()})
+    assert layers[0](alike(torch.empty(3, 128, 50, device="meta"))) == "result"
+    assert [[one.shape for one in tensors] for _, tensors, _ in asked] == [[(3, 64, 1, 400), (64, 32, 1, 8), (32,)]] * 2
+    assert asked[0][2][:3] == ((1, 4), (0, 2), (0, 0))
 
 
 def test_autocast_and_images_without_a_batch(asked, monkeypatch):
