@@ -29,6 +29,8 @@ def test_signals_and_volumes_are_explained_by_their_images():
     dense = gemmconv.explain(nn.ConvTranspose3d(64, 32, 3, 2, 1), (1, 64, 8, 9, 10), gpu="A100", precision="tf32")
     assert dense.algorithm == "native"
     assert "torch's operator is expected to be faster" in str(dense)
+    limited = gemmconv.ConvTranspose3d(64, 32, 2, 2, workspace_limit=1000)
+    assert gemmconv.explain(limited, (1, 64, 8, 9, 10), gpu="H200", precision="tf32").volume.workspace_limit == 1000
 
 
 def test_a_model_is_explained_by_a_table():
