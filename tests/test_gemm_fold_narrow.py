@@ -38,7 +38,7 @@ def tiles(draw):
     )
     itemsize, channels_last = draw(st.sampled_from((2, 4))), draw(st.booleans())
     split = itemsize == 4 and draw(st.booleans())
-    return any_of(draw, gemm_fold_narrow.tiles_of(problem, itemsize, split, channels_last))
+    return any_of(draw, gemm_fold_narrow.tiles_of(problem, itemsize, split, channels_last, 132))
 
 
 each_tile = each_of(tiles())
@@ -106,11 +106,11 @@ def test_boxes_fill_a_stage(tile):
 
 
 def test_boxes_bring_what_they_can():
-    tiles = [*gemm_fold_narrow.tiles_of(LAST_OF_DCGAN, 2, False, False)]
+    tiles = [*gemm_fold_narrow.tiles_of(LAST_OF_DCGAN, 2, False, False, 132)]
     assert {tile.boxed for tile in tiles} == {True}
     narrow = replace(LAST_OF_DCGAN, input_size=(32, 28))  # rows of 56 bytes
-    assert {tile.boxed for tile in gemm_fold_narrow.tiles_of(narrow, 2, False, False)} == {False}
-    assert {tile.boxed for tile in gemm_fold_narrow.tiles_of(narrow, 2, False, True)} == {True}
+    assert {tile.boxed for tile in gemm_fold_narrow.tiles_of(narrow, 2, False, False, 132)} == {False}
+    assert {tile.boxed for tile in gemm_fold_narrow.tiles_of(narrow, 2, False, True, 132)} == {True}
 
 
 @each_tile

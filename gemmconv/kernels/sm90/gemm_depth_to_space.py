@@ -12,7 +12,6 @@ from collections.abc import Iterator
 
 import torch
 
-from gemmconv.device import REFERENCE
 from gemmconv.geometry import Pair, Problem
 from gemmconv.hashing import cached_property
 from gemmconv.kernels.base import Config, Pass
@@ -67,7 +66,7 @@ class Tile(PositionRows):
         return start + overlapped(_COST.overlap, computed, moved, self.items * copied / _COST.copied_a_cycle)
 
 
-def tiles_of(problem: Problem, itemsize: int, multiprocessors: int = REFERENCE.multiprocessors) -> Iterator[Tile]:
+def tiles_of(problem: Problem, itemsize: int, multiprocessors: int) -> Iterator[Tile]:
     """The tiles that a problem may have."""
     p = problem
     if not p.is_apart or _MOST_TAPS % p.taps or p.kernel_size[1] > _MOST_KERNEL_W:

@@ -38,7 +38,6 @@ from dataclasses import dataclass
 
 import torch
 
-from gemmconv.device import REFERENCE
 from gemmconv.geometry import Pair, Problem
 from gemmconv.hashing import cached_property, changed
 from gemmconv.kernels.base import Config, Pass
@@ -190,7 +189,7 @@ class Tile(PositionRows):
         return self.chunks * (products + _COST.chunk_cycles) + folded + _COST.sector_cycles * outs * cells * sectors
 
 
-def tiles_of(problem: Problem, itemsize: int, multiprocessors: int = REFERENCE.multiprocessors) -> Iterator[Tile]:
+def tiles_of(problem: Problem, itemsize: int, multiprocessors: int) -> Iterator[Tile]:
     """The tiles that a problem may have: those that fit registers and shared memory.
 
     The example of the module has 130. The best by estimate, 15,244 cycles, has 2 images, 144 lines and 4 sets; the
