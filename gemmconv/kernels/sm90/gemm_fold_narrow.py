@@ -185,9 +185,7 @@ class Tile:
         """Elements between channels of a stage, or between positions: free of bank conflicts. 0 of boxes."""
         if self.boxed:
             return 0
-        if self.channels_last:
-            return (self.steps * 32 + 16) // self.itemsize
-        return self.positions + 8
+        return self.padded + 16 // self.itemsize if self.channels_last else self.positions + 8
 
     @property
     def padded(self) -> int:
@@ -229,7 +227,7 @@ class Tile:
     def blocks_resident(self) -> int:
         """Blocks that a multiprocessor is to have registers and shared memory for."""
         by_registers = _REGISTERS // (up_to_multiple(self.registers, 8) * self.threads)
-        return max(1, min(by_registers, SHARED_BYTES // (self.shared_bytes + _RESERVED_BYTES), 2048 // self.threads))
+        return max(1, min(by_registers, SHARED_BYTES // (self.shared_bytes + _RESERVED_BYTES)))
 
     @property
     def strips(self) -> int:
@@ -353,12 +351,6 @@ def _sized(tile: Tile | None, problem: Problem) -> Tile | None:
     return _cut(changed(tile, problem=problem, segments=1))
 
 
-def tiles_of(problem: Problem, itemsize: int, split: bool, channels_last: bool, multiprocessors: int) -> Iterator[Tile]:
-    """The tiles that a problem may have: those that fit registers, shared memory and the kernel's integers."""
-    for tile in _uncut_tiles(problem, itemsize, split, channels_last, multiprocessors):
-        yield from (cut for cut in _cuts(tile) if cut.fits_integers)
-
-
 def _uncut_tiles(
     problem: Problem, itemsize: int, split: bool, channels_last: bool, multiprocessors: int
 ) -> Iterator[Tile]:
@@ -432,7 +424,8 @@ class GemmFoldNarrow(Sm90Kernel):
     clock_rate = FAST_CLOCK_RATE
 
     def tiles(self, config: Config, direction: Pass) -> Iterator[Tile]:
-        return tiles_of(config.problem, *variant_of(config), config.spec.multiprocessors)
+        uncut = _uncut_tiles(config.problem, *variant_of(config), config.spec.multiprocessors)
+        return (cut for tile in uncut for cut in _cuts(tile) if cut.fits_integers)
 
     def tile(self, config: Config, direction: Pass) -> Tile | None:
         tile = tile_of(config.problem, *variant_of(config), config.spec.multiprocessors)

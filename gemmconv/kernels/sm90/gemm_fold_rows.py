@@ -4,7 +4,7 @@ It is for forward passes and the input gradients of stride 1, where rows of inpu
 phase has a tap, the stride across is at most four, taps across reach over at most eight inputs, and the weights of some
 output channels, of 32 or 64 in 16 bits, fit shared memory. In 16 bits taps across are at most six and groups have at
 most 256 input channels, a multiple of 16 if there are several; in TF32 a phase across has more than one tap.
-``tiles_of`` gives none for others. Words are those of the kernel's header.
+There are no tiles for others. Words are those of the kernel's header.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from gemmconv.kernels.integers import INT32_MAX, power_of_two_within, up_to_mult
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, named_macros, table
 from gemmconv.kernels.pass_geometry import Gathering
 from gemmconv.kernels.phases import Tap, has_all_phases, taps_of
-from gemmconv.kernels.program import Launch, Params, Program, TensorMapSpec, gathering, reciprocal
+from gemmconv.kernels.program import Launch, Params, Program, gathering, reciprocal
 from gemmconv.kernels.sm90.base import Sm90Kernel, image_map
 from gemmconv.kernels.sm90.implicit_gemm_plan import SHARED_BYTES
 from gemmconv.kernels.weights import pack
@@ -267,13 +267,6 @@ class RowTile(Gathering):
         return -len(self.taps_across) % self.slots
 
     @property
-    def input_map(self) -> TensorMapSpec:
-        """The tensor map of the inputs."""
-        shape = self.problem.batch, self.in_channels * self.problem.groups, *self.input_size
-        box = min(self.columns, _BOX_LINE // self.itemsize), self.chunk, self.input_rows, 1
-        return image_map(shape, self.itemsize, box, fetched=self.fetched)
-
-    @property
     def fetched(self) -> int:
         """Bytes of a line that the L2 cache fetches together: few where what all blocks wait for would not stay there.
 
@@ -418,7 +411,7 @@ class TileTf32(RowTile):
     @cached_property
     def taps_together(self) -> int:
         """Taps down whose words a thread loads together: all of them, where registers hold those."""
-        return self.weight_rows if self._registers_with(self.weight_rows) <= _MOST_REGISTERS else 1
+        return self.weight_rows if self.registers_with(self.weight_rows) <= _MOST_REGISTERS else 1
 
     @property
     def vector(self) -> int:
@@ -455,15 +448,11 @@ class TileTf32(RowTile):
         outputs = _WHOLE_OUTS * line * self.itemsize + self.whole_sectors * self.outs * _SECTOR * self.itemsize
         return self.rows * outputs + self.outs * self.itemsize + _BARRIER_BYTES
 
-    @property
-    def registers(self) -> int:
+    def registers_with(self, taps_together: int) -> int:
         """Registers of a thread that multiplies, about: sums, words of two groups, what is carried or waits.
 
         Of 400 tiles of random layers that take 170 and more, ten spill, 128 bytes at most.
         """
-        return self._registers_with(self.taps_together)
-
-    def _registers_with(self, taps_together: int) -> int:
         span, groups = self.span[1], self.weight_rows * self.chunks // taps_together
         words = min(2, groups) * taps_together * self.chunk // self.product_channels * 4
         words += max(0, words - _FEW_WORDS) if groups > 1 else 0  # of many, some have to be moved
@@ -477,8 +466,8 @@ class TileTf32(RowTile):
     @property
     def possible(self) -> bool:
         """Whether registers, shared memory, boxes and integers hold it."""
-        fits = self.lines <= _MOST_LINES and self.registers <= _MOST_REGISTERS and self.products <= _MOST_PRODUCTS
-        fits = fits and self.groups <= _MOST_GROUPS
+        fits = self.lines <= _MOST_LINES and self.registers_with(self.taps_together) <= _MOST_REGISTERS
+        fits = fits and self.products <= _MOST_PRODUCTS and self.groups <= _MOST_GROUPS
         return fits and self.stages > self.chunks and self.addressable
 
     @cached_property
@@ -506,23 +495,6 @@ class TileTf32(RowTile):
 Tile = Tile16 | TileTf32
 
 
-def tiles_of(problem: Problem, direction: Pass, itemsize: int, multiprocessors: int) -> Iterator[Tile]:
-    """The tiles that a problem may have: those that fit registers and shared memory."""
-    p, shifts = problem, [tap.shift for tap in taps_of(problem, direction, 1)]
-    if p.batch == 0 or p.stride[1] > _MOST_SPAN or (direction == "input_grad" and p.stride != (1, 1)):
-        return
-    # Without a tap an output would be the bias alone; and a tap must not be later than columns are carried.
-    if not has_all_phases(p) or max(0, *shifts) - min(shifts) > _CARRIED:
-        return
-    tiles_of_16_bits = (Tile16(problem, direction, slots, multiprocessors) for slots in (1, 2))
-    for tile in _tiles_of_tf32(problem, direction, multiprocessors) if itemsize == 4 else tiles_of_16_bits:
-        if tile.input_size[1] % tile.piece:
-            return
-        # Products of a group must not read channels of the next one.
-        if (p.groups == 1 or tile.in_channels == tile.channels) and tile.possible:
-            yield tile
-
-
 def _tiles_of_tf32(problem: Problem, direction: Pass, multiprocessors: int) -> Iterator[TileTf32]:
     any_tile = TileTf32(problem, direction, _WHOLE_OUTS, _CHUNKS[0], False, multiprocessors)
     if len(any_tile.taps_across) == any_tile.span[1]:
@@ -543,7 +515,20 @@ class GemmFoldRows(Sm90Kernel):
     clock_rate = _DEVICE.clock
 
     def tiles(self, config: Config, direction: Pass) -> Iterator[Tile]:
-        return tiles_of(config.problem, direction, config.dtype.itemsize, config.spec.multiprocessors)
+        p, multiprocessors = config.problem, config.spec.multiprocessors
+        if p.batch == 0 or p.stride[1] > _MOST_SPAN or (direction == "input_grad" and p.stride != (1, 1)):
+            return
+        shifts = [tap.shift for tap in taps_of(p, direction, 1)]
+        # Without a tap an output would be the bias alone; and a tap must not be later than columns are carried.
+        if not has_all_phases(p) or max(0, *shifts) - min(shifts) > _CARRIED:
+            return
+        of_16_bits = (Tile16(p, direction, slots, multiprocessors) for slots in (1, 2))
+        for tile in _tiles_of_tf32(p, direction, multiprocessors) if config.dtype.itemsize == 4 else of_16_bits:
+            if tile.input_size[1] % tile.piece:
+                return
+            # Products of a group must not read channels of the next one.
+            if (p.groups == 1 or tile.in_channels == tile.channels) and tile.possible:
+                yield tile
 
     def fitted(self, config: Config, direction: Pass, tile: Tile) -> Tile | None:
         sized = changed(tile, problem=config.problem)
@@ -555,20 +540,23 @@ class GemmFoldRows(Sm90Kernel):
         return sized
 
     def program(self, config: Config, direction: Pass, tile: Tile) -> Program:
+        p, is_forward = config.problem, direction == "forward"
+        box = min(tile.columns, _BOX_LINE // tile.itemsize), tile.chunk, tile.input_rows, 1
+        shape = p.input_shape if is_forward else p.output_shape
         params: Params = {
-            "map": tile.input_map,
+            "map": image_map(shape, tile.itemsize, box, fetched=tile.fetched),
             "packed": "packed",
-            "bias, output": ("bias" if tile.direction == "forward" else None, "output"),
+            "bias, output": ("bias" if is_forward else None, "output"),
             "by_image_items": reciprocal(tile.image_items),
-            "groups, columns": (config.problem.groups, tile.multiplied),
+            "groups, columns": (p.groups, tile.multiplied),
             "h_out, w_out": tile.output_size,
             "cells_h, image_items, items, steps": (tile.cells[0], tile.image_items, tile.items, tile.steps),
         }
         grid, block = (tile.blocks_on(config.spec.multiprocessors) * tile.sets, 1, 1), (_THREADS, 1, 1)
         element: Macros = {"ELEMENT_T": ELEMENT_TYPES[config.dtype]}
-        packing, macros = pack.packing(element | tile.packing, config.problem.groups), element | tile.compiled
+        packing, macros = pack.packing(element | tile.packing, p.groups), element | tile.compiled
         main = Launch("sm90/gemm_fold_rows.cu", macros, grid, block, params, tile.shared_bytes, overlaps=True)
-        return gathering(config, tile.direction, (packing, main), {"packed": tile.packed_bytes})
+        return gathering(config, direction, (packing, main), {"packed": tile.packed_bytes})
 
 
 KERNEL = GemmFoldRows()

@@ -190,12 +190,9 @@ def sets_of(problem: Problem, lines: int) -> set[int]:
 
 
 def program(config: Config, name: str, tile: PositionRows, own_macros: Macros, run: int = 1) -> Program:
-    """A forward pass by csrc/sm90/``name``.cu.
+    """A forward pass by csrc/sm90/``name``.cu, which asks for ``own_macros`` beside those of pipeline/pixels_on_m.cuh.
 
-    Args:
-        config, name, tile: the pass, the kernel and its tile.
-        own_macros: macros beside those of csrc/include/pipeline/pixels_on_m.cuh.
-        run: lines beside each other that packing gives to a thread.
+    Packing gives ``run`` lines beside each other to a thread.
     """
     p, windows, pack = tile.problem, tile.windows, None
     macros: Macros = {
