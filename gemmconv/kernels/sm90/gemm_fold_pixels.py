@@ -70,7 +70,7 @@ class Tile(PositionRows):
     # another size and this tile reuses it; else ``(1, 1)``
     compiled: Pair = (1, 1)
 
-    @property
+    @cached_property
     def position_blocks(self) -> int:
         """Position blocks of an item, as compiled."""
         return max(self.compiled[0], -(-self.item_positions // BLOCK_POSITIONS))

@@ -52,6 +52,7 @@ class PositionRows:
     multiprocessors: int  # multiprocessors of the GPU, each of which runs one thread block
 
     item_positions = BLOCK_POSITIONS  # positions of an item
+    position_blocks = 1  # position blocks of an item
     item_images = 0  # images of an item that has whole ones; 0 where items go on across images
     cells_of_image = 1, 1  # cells of an image, down and across, where a kernel folds them
     windows = Windows()  # how items divide an image
@@ -61,11 +62,6 @@ class PositionRows:
     def input_size(self) -> Pair:
         """Rows and columns of an image, as the kernel sees it."""
         return self.problem.input_size
-
-    @property
-    def position_blocks(self) -> int:
-        """Position blocks of an item."""
-        return -(-self.item_positions // BLOCK_POSITIONS)
 
     @property
     def packed(self) -> bool:
