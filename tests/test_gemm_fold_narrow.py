@@ -3,14 +3,18 @@
 import math
 from dataclasses import replace
 
+import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from gemmconv import Problem
 from gemmconv.kernels.phases import cells_of, reach_of
-from gemmconv.kernels.sm90 import gemm_fold_narrow
+from gemmconv.kernels.sm90.gemm_fold_narrow import KERNEL
 from tests.examples import any_of, each_of
+from tests.samples import config_of
 
+KINDS = (torch.float16, "ieee"), (torch.float32, "tf32"), (torch.float32, "ieee")
+NHWC = torch.channels_last
 LAST_OF_DCGAN = Problem(128, 64, 3, 1, (32, 32), (4, 4), (2, 2), (1, 1))
 
 
@@ -36,9 +40,9 @@ def tiles(draw):
         *(batch, in_channels, out_channels, 1, (height, width)),
         *(kernel_size, stride, padding, output_padding, dilation),
     )
-    itemsize, channels_last = draw(st.sampled_from((2, 4))), draw(st.booleans())
-    split = itemsize == 4 and draw(st.booleans())
-    return any_of(draw, gemm_fold_narrow.tiles_of(problem, itemsize, split, channels_last))
+    dtype, precision = draw(st.sampled_from(KINDS))
+    config = config_of(problem, dtype, draw(st.sampled_from((torch.contiguous_format, NHWC))), precision)
+    return any_of(draw, KERNEL.tiles(config, "forward"))
 
 
 each_tile = each_of(tiles())
@@ -106,11 +110,10 @@ def test_boxes_fill_a_stage(tile):
 
 
 def test_boxes_bring_what_they_can():
-    tiles = [*gemm_fold_narrow.tiles_of(LAST_OF_DCGAN, 2, False, False)]
-    assert {tile.boxed for tile in tiles} == {True}
+    assert {tile.boxed for tile in KERNEL.tiles(config_of(LAST_OF_DCGAN), "forward")} == {True}
     narrow = replace(LAST_OF_DCGAN, input_size=(32, 28))  # rows of 56 bytes
-    assert {tile.boxed for tile in gemm_fold_narrow.tiles_of(narrow, 2, False, False)} == {False}
-    assert {tile.boxed for tile in gemm_fold_narrow.tiles_of(narrow, 2, False, True)} == {True}
+    assert {tile.boxed for tile in KERNEL.tiles(config_of(narrow), "forward")} == {False}
+    assert {tile.boxed for tile in KERNEL.tiles(config_of(narrow, layout=NHWC), "forward")} == {True}
 
 
 @each_tile

@@ -1103,7 +1103,7 @@ TILE_PATHS = {
         boxed and channels_last; boxed and strips > 1
         boxed and not flat and not channels_last and columns > line
         boxed and not flat and not channels_last and rows > 1; flat; flat and rows * across > line
-        rows_together > 1; folded > folders; vector > 1; positions > 64 * warpgroups
+        rows_together > 1; cell_parts * cells > folders; vector > 1; positions > 64 * warpgroups
         steps * 32 > problem.in_channels * itemsize; steps > 8 and not split
     """),
     "grads_mma": (GRADS_MMA_RUNS, """

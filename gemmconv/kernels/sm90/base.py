@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from gemmconv.device import REFERENCE
-from gemmconv.geometry import Pair, Problem, Shape4
+from gemmconv.geometry import Problem, Shape4
 from gemmconv.kernels.base import Config, Kernel, Pass
 from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.layout.transpose import transpose_seconds
@@ -77,17 +77,6 @@ def image_map(
     else:
         sizes, strides = (width, channels, height, images), (height * line, line, image)
     return TensorMapSpec(name, itemsize, sizes, strides, box, **others)
-
-
-def weight_map(problem: Problem, itemsize: int, box: Pair) -> TensorMapSpec:
-    """The tensor map of weights that lie as torch has them, [C_in][lines], whose boxes have (lines, channels).
-
-    Lines are the rows of weightᵀ, C_out * kH * kW of them.
-    """
-    lines = problem.out_channels * problem.taps
-    matrix = problem.in_channels * lines * itemsize
-    sizes, strides = (lines, problem.in_channels, 1, 1), (lines * itemsize, matrix, matrix)
-    return TensorMapSpec("weight", itemsize, sizes, strides, (*box, 1, 1))
 
 
 def forward_program(

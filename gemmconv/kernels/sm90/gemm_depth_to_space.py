@@ -12,7 +12,6 @@ from collections.abc import Iterator
 
 import torch
 
-from gemmconv.device import REFERENCE
 from gemmconv.geometry import Pair, Problem
 from gemmconv.hashing import cached_property
 from gemmconv.kernels.base import Config, Pass
@@ -67,12 +66,12 @@ class Tile(PositionRows):
         return start + overlapped(_COST.overlap, computed, moved, self.items * copied / _COST.copied_a_cycle)
 
 
-def tiles_of(problem: Problem, itemsize: int, multiprocessors: int = REFERENCE.multiprocessors) -> Iterator[Tile]:
+def tiles_of(problem: Problem, itemsize: int, multiprocessors: int) -> Iterator[Tile]:
     """The tiles that a problem may have."""
     p = problem
-    if _MOST_TAPS % p.taps or p.kernel_size[1] > _MOST_KERNEL_W or not pixels_on_m.serves(p, itemsize, multiprocessors):
+    if not p.is_apart or _MOST_TAPS % p.taps or p.kernel_size[1] > _MOST_KERNEL_W:
         return
-    if p.kernel_size != p.stride or p.padding != (0, 0) or p.out_pixels != p.taps * p.in_pixels:
+    if not pixels_on_m.serves(p, itemsize, multiprocessors):
         return
     few = up_to_multiple(p.out_channels * p.taps, max(16, 4 * p.kernel_size[1]))
     for lines in (*(lines for lines in _LINES if lines < few), *((few,) if few <= MOST_LINES else ())):
@@ -84,13 +83,6 @@ def _tiles_in_sets(problem: Problem, itemsize: int, lines: int, multiprocessors:
         tile = Tile(problem, itemsize, lines, sets, multiprocessors)
         if tile.kept or tile.set_line_blocks == 1:  # others took longer wherever they were tried
             yield tile
-
-
-def macros_of(tile: Tile, dtype: torch.dtype) -> Macros:
-    """Macros that specialise csrc/sm90/gemm_depth_to_space.cu."""
-    whole = tile.problem.out_channels * tile.problem.taps % tile.lines == 0
-    own = {"PAIRED_ROWS": int(tile.paired), "DEFERRED_STORES": int(tile.kept), "WHOLE_OUTS": int(whole)}
-    return {**pixels_on_m.macros_of(tile, dtype), **own}
 
 
 class GemmDepthToSpace(OneFormatForward):
@@ -107,7 +99,8 @@ class GemmDepthToSpace(OneFormatForward):
         return made if (made.piece, made.paired) == (tile.piece, tile.paired) else None
 
     def program(self, config: Config, direction: Pass, tile: Tile) -> Program:
-        macros = macros_of(tile, config.dtype)
+        whole = tile.problem.out_channels * tile.problem.taps % tile.lines == 0
+        macros: Macros = {"PAIRED_ROWS": int(tile.paired), "DEFERRED_STORES": int(tile.kept), "WHOLE_OUTS": int(whole)}
         return pixels_on_m.program(config, "gemm_depth_to_space", tile, macros, config.problem.kernel_size[1])
 
 

@@ -13,11 +13,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import ClassVar
 
-import torch
-
-from gemmconv.device import REFERENCE
 from gemmconv.geometry import Pair, Problem
-from gemmconv.hashing import cached_property
+from gemmconv.hashing import cached_property, changed
 from gemmconv.kernels.base import Config, Pass
 from gemmconv.kernels.costs import costs_of, overlapped
 from gemmconv.kernels.integers import INT32_MAX, even_share, up_to_multiple
@@ -35,8 +32,6 @@ from gemmconv.kernels.program import (
 )
 from gemmconv.kernels.sm90.base import FAST_CLOCK_RATE, Sm90Kernel, image_map, variant_of
 from gemmconv.kernels.sm90.implicit_gemm_plan import SHARED_BYTES
-
-Variant = tuple[int, bool, bool, int]  # itemsize, split, channels_last and multiprocessors of a tile
 
 _COST = costs_of("sm90/gemm_fold_narrow")
 _RESERVED_BYTES = 1 << 10  # of shared memory, for each block
@@ -70,16 +65,16 @@ class Tile:
     itemsize: int  # bytes of an element
     split: bool  # whether float32 is three products of TF32
     channels_last: bool  # format of input and output
+    multiprocessors: int  # multiprocessors of the GPU
     rows: int  # input rows of a step
     columns: int  # positions across of a step; if these are whole rows, the most that the kernel has room for
     whole: bool  # whether positions are whole rows of the input: what lies beside them is zero in any case
-    warpgroups: int  # warpgroups that multiply, and share the positions of a step
-    folders: int  # folders, loaders: threads that fold columns, and threads that copy inputs
-    loaders: int
-    copied: int  # bytes that are copied together; 0 where inputs come as boxes of a tensor map
+    warpgroups: int = 1  # warpgroups that multiply, and share the positions of a step
+    folders: int = 0  # folders, loaders: threads that fold columns, and threads that copy inputs
+    loaders: int = _BOX_LOADERS
+    copied: int = 0  # bytes that are copied together; 0 where inputs come as boxes of a tensor map
     stages: int = 2  # buffers of the inputs of a step
     segments: int = 1  # parts that the cell rows of an image are cut into
-    multiprocessors: int = REFERENCE.multiprocessors  # multiprocessors of the GPU
 
     packed_bytes: ClassVar[int] = 0  # blocks lay weights out themselves
 
@@ -105,10 +100,8 @@ class Tile:
     @property
     def registers(self) -> int:
         """Registers of a thread that multiplies, about."""
-        words = 4 * min(8, self.steps)
-        if self.split:
-            return _OTHER_REGISTERS + _SPLIT_REGISTERS + self.whole_lines + words
-        return _OTHER_REGISTERS + self.whole_lines // 2 + words
+        sums = self.whole_lines + _SPLIT_REGISTERS if self.split else self.whole_lines // 2
+        return _OTHER_REGISTERS + sums + 4 * min(8, self.steps)
 
     @property
     def boxed(self) -> bool:
@@ -192,9 +185,7 @@ class Tile:
         """Elements between channels of a stage, or between positions: free of bank conflicts. 0 of boxes."""
         if self.boxed:
             return 0
-        if self.channels_last:
-            return (self.steps * 32 + 16) // self.itemsize
-        return self.positions + 8
+        return self.padded + 16 // self.itemsize if self.channels_last else self.positions + 8
 
     @property
     def padded(self) -> int:
@@ -205,9 +196,8 @@ class Tile:
     def stage_bytes(self) -> int:
         if not self.boxed:
             return (self.positions if self.channels_last else self.padded) * self.pitch * self.itemsize
-        if self.channels_last:
-            return -(-self.padded // self.line) * self.positions * _BOX_LINE
-        return self.positions * self.padded * self.itemsize
+        channels = up_to_multiple(self.padded, self.line) if self.channels_last else self.padded
+        return self.positions * channels * self.itemsize
 
     @property
     def boxable(self) -> bool:
@@ -237,7 +227,7 @@ class Tile:
     def blocks_resident(self) -> int:
         """Blocks that a multiprocessor is to have registers and shared memory for."""
         by_registers = _REGISTERS // (up_to_multiple(self.registers, 8) * self.threads)
-        return max(1, min(by_registers, SHARED_BYTES // (self.shared_bytes + _RESERVED_BYTES), 2048 // self.threads))
+        return max(1, min(by_registers, SHARED_BYTES // (self.shared_bytes + _RESERVED_BYTES)))
 
     @property
     def strips(self) -> int:
@@ -263,13 +253,9 @@ class Tile:
         return (math.ceil(rounds) if rounds < 4 else rounds) * self.item_steps
 
     @property
-    def folded(self) -> int:
-        """Pairs of a cell and a row phase, in NCHW with a channel too, of a cell row: what a thread folds at a time."""
-        return self.folded_of(self.cells)
-
-    def folded_of(self, cells: int) -> int:
-        """:attr:`folded` for a row of so many cells."""
-        return self.problem.stride[0] * (1 if self.channels_last else self.problem.out_channels) * cells
+    def cell_parts(self) -> int:
+        """Parts of a cell, each of which a thread folds at a time: its row phases, in NCHW those of each channel."""
+        return self.problem.stride[0] * (1 if self.channels_last else self.problem.out_channels)
 
     @property
     def outputs(self) -> int:
@@ -309,7 +295,7 @@ class Tile:
         multiplied = _COST.multiply_cycles + _COST.product_cycles * products + rounding * self.steps
         multiplying, positions = self.turns * multiplied, self.rows * self.across
         together, added = self.rows_together, self.outputs * p.taps / math.prod(p.stride)
-        turns = -(-self.folded // self.folders) * self.rows // together
+        turns = -(-self.cell_parts * self.cells // self.folders) * self.rows // together
         folding = _COST.fold_cycles + turns * (_COST.fold_turn_cycles + _COST.fold_add_cycles * together * added)
         loaded = positions * p.in_channels * self.itemsize
         if self.boxed:
@@ -328,9 +314,7 @@ class Tile:
 
 
 @lru_cache(maxsize=1024)
-def tile_of(
-    problem: Problem, itemsize: int, split: bool, channels_last: bool, multiprocessors: int = REFERENCE.multiprocessors
-) -> Tile | None:
+def tile_of(problem: Problem, itemsize: int, split: bool, channels_last: bool, multiprocessors: int) -> Tile | None:
     """The tile for a problem: a pure function of it. None where the kernel is not for it.
 
     It is one of two that are best for images of the most columns that whole rows may have, or for wide ones, in a small
@@ -340,20 +324,21 @@ def tile_of(
     width = problem.input_size[1]
     most = next((columns for columns in _WHOLE_COLUMNS if columns >= width), None)
     whole = channels_last or width * itemsize % _MOST_COPY == 0  # rows are whole pieces
-    variant, found = (itemsize, split, channels_last, multiprocessors), []
+    variant, found = (itemsize, split, channels_last, multiprocessors), list[Tile]()
     for batch, wide in _KNOWN if whole else _KNOWN[-1:]:
         across = most or wide
         size = 1 if problem.input_size[0] == 1 else across, across if whole else across - _LEAST_COPY // itemsize
         known = replace(problem, batch=batch, input_size=size)
-        if min(known.output_size) > 0 and (tile := _sized(_best(known, variant), problem)) is not None:
+        if min(known.output_size) > 0 and (tile := _sized(_best(known, *variant), problem)) is not None:
             found.append(tile)
-    return min(found, key=lambda tile: tile.cycles, default=None) or _best(problem, variant)
+    return min(found, key=lambda tile: tile.cycles, default=None) or _best(problem, *variant)
 
 
 @lru_cache(maxsize=1024)
-def _best(problem: Problem, variant: Variant) -> Tile | None:
+def _best(problem: Problem, itemsize: int, split: bool, channels_last: bool, multiprocessors: int) -> Tile | None:
     """The best of all tiles."""
-    return min(map(_cut, _uncut_tiles(problem, variant)), key=lambda tile: tile.cycles, default=None)
+    uncut = _uncut_tiles(problem, itemsize, split, channels_last, multiprocessors)
+    return min(map(_cut, uncut), key=lambda tile: tile.cycles, default=None)
 
 
 def _sized(tile: Tile | None, problem: Problem) -> Tile | None:
@@ -363,23 +348,16 @@ def _sized(tile: Tile | None, problem: Problem) -> Tile | None:
         return None
     if not tile.channels_last and width * tile.itemsize % (tile.copied or _MOST_COPY):
         return None
-    return _cut(replace(tile, problem=problem, segments=1))
+    return _cut(changed(tile, problem=problem, segments=1))
 
 
-def tiles_of(
-    problem: Problem, itemsize: int, split: bool, channels_last: bool, multiprocessors: int = REFERENCE.multiprocessors
+def _uncut_tiles(
+    problem: Problem, itemsize: int, split: bool, channels_last: bool, multiprocessors: int
 ) -> Iterator[Tile]:
-    """The tiles that a problem may have: those that fit registers and shared memory."""
-    for tile in _uncut_tiles(problem, (itemsize, split, channels_last, multiprocessors)):
-        yield from _cuts(tile)
-
-
-def _uncut_tiles(problem: Problem, variant: Variant) -> Iterator[Tile]:
-    """All tiles that do not cut images into segments."""
-    p, (itemsize, split, channels_last, multiprocessors) = problem, variant
+    """All tiles that do not cut images into segments, whatever the kernel's integers hold."""
+    p, width = problem, problem.input_size[1]
     if p.groups > 1 or p.batch == 0 or p.out_channels * p.taps > _MOST_LINES or not can_be_folded(p):
         return
-    width = p.input_size[1]
     together = math.gcd(_MOST_COPY, (p.in_channels if channels_last else width) * itemsize)
     if together < _LEAST_COPY:
         return
@@ -391,18 +369,17 @@ def _uncut_tiles(problem: Problem, variant: Variant) -> Iterator[Tile]:
             continue
         # Smaller units waste fewer columns at the ends of strips.
         least = together if whole or channels_last else _LEAST_COPY
-        of_step = rows, columns, whole, 1, 0, _BOX_LOADERS, 0
-        boxed = Tile(p, itemsize, split, channels_last, *of_step, multiprocessors=multiprocessors)
+        boxed = Tile(p, itemsize, split, channels_last, multiprocessors, rows, columns, whole)
         if boxed.boxable:
             ways = [(0, _BOX_LOADERS, stages) for stages in _BOX_STAGES]
         else:
             ways = [*itertools.product({together, least}, _LOADERS, _STAGES)]
         for (copied, loaders, stages), warpgroups in itertools.product(ways, (1, 2)):
-            tile = replace(boxed, copied=copied, loaders=loaders, stages=stages, warpgroups=warpgroups)
+            tile = changed(boxed, copied=copied, loaders=loaders, stages=stages, warpgroups=warpgroups)
             if groups % warpgroups or tile.most_cells <= 0:
                 continue
-            for folders in _shares(tile.folded_of(tile.most_cells)):
-                if _fits(folding := replace(tile, folders=folders)):
+            for folders in _shares(tile.cell_parts * tile.most_cells):
+                if _fits(folding := changed(tile, folders=folders)):
                     yield folding
 
 
@@ -436,28 +413,6 @@ def _fits(tile: Tile) -> bool:
     return fits and tile.outputs <= _MOST_OUTPUTS
 
 
-def macros_of(tile: Tile, dtype: torch.dtype) -> Macros:
-    """Macros that specialise csrc/sm90/gemm_fold_narrow.cu."""
-    p = tile.problem
-    return {
-        "ELEMENT_T": ELEMENT_TYPES[dtype],
-        **named_macros(p, "in_channels out_channels"),
-        **named_macros(tile, "channels_last split"),
-        "CHANNEL_STEPS": tile.steps,
-        "LINES": tile.whole_lines,
-        **named_macros(tile, "stages warpgroups folders"),
-        "PRODUCERS": tile.loaders,
-        **named_macros(tile, "rows columns whole"),
-        "CELLS": tile.most_cells,
-        **named_macros(tile, "origin left column_pitch"),
-        "TOGETHER": tile.rows_together,
-        **named_macros(tile, "pitch unit boxed vector"),
-        "MIN_BLOCKS": tile.blocks_resident,
-        "SHARED_BYTES": tile.shared_bytes,
-        **geometry_macros(p, p.image_elements),
-    }
-
-
 def blocks_at_once(tile: Tile) -> int:
     """How many blocks run at once; they share its items evenly."""
     return tile.multiprocessors * tile.blocks_resident
@@ -469,8 +424,8 @@ class GemmFoldNarrow(Sm90Kernel):
     clock_rate = FAST_CLOCK_RATE
 
     def tiles(self, config: Config, direction: Pass) -> Iterator[Tile]:
-        tiles = tiles_of(config.problem, *variant_of(config), config.spec.multiprocessors)
-        return (tile for tile in tiles if tile.fits_integers)
+        uncut = _uncut_tiles(config.problem, *variant_of(config), config.spec.multiprocessors)
+        return (cut for tile in uncut for cut in _cuts(tile) if cut.fits_integers)
 
     def tile(self, config: Config, direction: Pass) -> Tile | None:
         tile = tile_of(config.problem, *variant_of(config), config.spec.multiprocessors)
@@ -485,6 +440,19 @@ class GemmFoldNarrow(Sm90Kernel):
 
     def program(self, config: Config, direction: Pass, tile: Tile) -> Program:
         p = config.problem
+        macros: Macros = {
+            "ELEMENT_T": ELEMENT_TYPES[config.dtype],
+            **named_macros(p, "in_channels out_channels"),
+            **named_macros(tile, "channels_last split stages warpgroups folders rows columns whole origin left"),
+            **named_macros(tile, "column_pitch pitch unit boxed vector shared_bytes"),
+            "CHANNEL_STEPS": tile.steps,
+            "LINES": tile.whole_lines,
+            "PRODUCERS": tile.loaders,
+            "CELLS": tile.most_cells,
+            "TOGETHER": tile.rows_together,
+            "MIN_BLOCKS": tile.blocks_resident,
+            **geometry_macros(p, p.image_elements),
+        }
         params: Params = {
             **({"map": tile.input_map} if tile.boxed else {}),
             "input, weight, bias, output": ("input", "weight", "bias", "output"),
@@ -496,7 +464,6 @@ class GemmFoldNarrow(Sm90Kernel):
             "turns": tile.turns,
         }
         grid, block = (even_share(tile.items, blocks_at_once(tile)), 1, 1), (tile.threads, 1, 1)
-        macros = macros_of(tile, config.dtype)
         launch = Launch("sm90/gemm_fold_narrow.cu", macros, grid, block, params, tile.shared_bytes)
         return gathering(config, "forward", [launch], weight=Operand("weight", None, 16))
 

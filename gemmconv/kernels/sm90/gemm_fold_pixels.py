@@ -34,16 +34,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
-from gemmconv.device import REFERENCE
 from gemmconv.geometry import Pair, Problem
-from gemmconv.hashing import cached_property
+from gemmconv.hashing import cached_property, changed
 from gemmconv.kernels.base import Config, Pass
 from gemmconv.kernels.costs import costs_of, overlapped
-from gemmconv.kernels.integers import even_share, up_to_multiple
+from gemmconv.kernels.integers import even_share, power_of_two_within, up_to_multiple
 from gemmconv.kernels.macros import Macros, geometry_macros, named_macros
 from gemmconv.kernels.phases import can_be_folded, cells_of, reach_of, stored_together
 from gemmconv.kernels.program import Program
@@ -71,29 +70,25 @@ class Tile(PositionRows):
     # another size and this tile reuses it; else ``(1, 1)``
     compiled: Pair = (1, 1)
 
-    @property
+    @cached_property
     def position_blocks(self) -> int:
         """Position blocks of an item, as compiled."""
         return max(self.compiled[0], -(-self.item_positions // BLOCK_POSITIONS))
 
     @cached_property
     def item_positions(self) -> int:
-        """Positions of an item."""
         return self.images * self.window
 
     @cached_property
     def item_images(self) -> int:
-        """Images of an item."""
         return self.images
 
     @cached_property
     def cells_of_image(self) -> Pair:
-        """Cells of an image, down and across."""
         return cells_of(self.problem)
 
     @cached_property
     def windows(self) -> Windows:
-        """How items divide an image."""
         p = self.problem
         if self.window == p.in_pixels:
             return Windows()
@@ -104,9 +99,7 @@ class Tile(PositionRows):
 
     @property
     def set_items(self) -> int:
-        """Items of a set."""
-        p, windows = self.problem, self.windows.per_image
-        return -(-p.batch // self.images) if windows == 1 else p.batch * windows
+        return -(-self.problem.batch // self.images) * self.windows.per_image
 
     @property
     def cells(self) -> int:
@@ -121,11 +114,8 @@ class Tile(PositionRows):
 
     @property
     def fold_groups(self) -> int:
-        """Groups of threads, each of which gathers all cells of its share of a fold's output channels."""
-        groups = 1
-        while self.fold_outs % (2 * groups) == 0 and 2 * groups * self._group_threads <= CONSUMERS:
-            groups *= 2
-        return groups
+        """Groups of threads, a power of two, each of which gathers all cells of its share of a fold's channels."""
+        return math.gcd(self.fold_outs, power_of_two_within(CONSUMERS, CONSUMERS // self._group_threads))
 
     @property
     def fold_turns(self) -> int:
@@ -199,7 +189,7 @@ class Tile(PositionRows):
         return self.chunks * (products + _COST.chunk_cycles) + folded + _COST.sector_cycles * outs * cells * sectors
 
 
-def tiles_of(problem: Problem, itemsize: int, multiprocessors: int = REFERENCE.multiprocessors) -> Iterator[Tile]:
+def tiles_of(problem: Problem, itemsize: int, multiprocessors: int) -> Iterator[Tile]:
     """The tiles that a problem may have: those that fit registers and shared memory.
 
     The example of the module has 130. The best by estimate, 15,244 cycles, has 2 images, 144 lines and 4 sets; the
@@ -237,21 +227,6 @@ def _items_of(problem: Problem) -> Iterator[tuple[int, int]]:
             yield 1, window
 
 
-def macros_of(tile: Tile, dtype: torch.dtype) -> Macros:
-    """Macros that specialise csrc/sm90/gemm_fold_pixels.cu."""
-    p = tile.problem
-    return {
-        **pixels_on_m.macros_of(tile, dtype),
-        # output_size = input_size * stride + OUT_MORE: it is the same for all sizes.
-        "OUT_MORE_H": p.output_size[0] - p.input_size[0] * p.stride[0],
-        "OUT_MORE_W": p.output_size[1] - p.input_size[1] * p.stride[1],
-        **named_macros(tile, "fold_pitch fold_outs"),
-        "WHOLE_OUTS": int(p.out_channels % tile.fold_outs == 0),
-        **named_macros(tile, "fold_groups fold_turns vector"),
-        **geometry_macros(p),
-    }
-
-
 class GemmFoldPixels(OneFormatForward):
     name = "sm90/gemm_fold_pixels"
     serves = (
@@ -266,30 +241,38 @@ class GemmFoldPixels(OneFormatForward):
         ``vector`` and ``piece``. A size must have the same of each; its items may have fewer positions than the
         position blocks hold. Images of an item, sets and windows are arguments of the kernel.
         """
-        p, compiled = config.problem, (tile.position_blocks, tile.fold_turns)
+        p = config.problem
         if not pixels_on_m.serves(p, tile.itemsize, tile.multiprocessors):
-            return None
-        if (stored_together(p, tile.itemsize), math.gcd(16 // tile.itemsize, p.in_pixels)) != (tile.vector, tile.piece):
             return None
         positions, windowed = tile.position_blocks * BLOCK_POSITIONS, tile.windows.per_image > 1
         if windowed != (p.in_pixels > _MOST_POSITIONS) or p.in_pixels > (p.input_size[1] if windowed else positions):
             return None
 
-        def made(images: int, sets: int) -> Tile:
-            window = tile.window if windowed else p.in_pixels
-            return replace(tile, problem=p, sets=sets, images=images, window=window, compiled=compiled)
-
-        most = 1 if windowed else min(p.batch, positions // p.in_pixels)
-        tiles = [one for sets in pixels_on_m.sets_of(p, tile.lines) if (one := made(most, sets)).possible]
-        if not tiles or tiles[0].fold_turns != tile.fold_turns:  # sets change neither folds nor cells
+        most, window = (1, tile.window) if windowed else (min(p.batch, positions // p.in_pixels), p.in_pixels)
+        compiled = tile.position_blocks, tile.fold_turns
+        sized = changed(tile, problem=p, images=most, window=window, compiled=compiled)
+        # Sets change none of these.
+        if (sized.fold_turns, sized.vector, sized.piece) != (tile.fold_turns, tile.vector, tile.piece):
+            return None
+        tiles = [one for sets in pixels_on_m.sets_of(p, tile.lines) if (one := changed(sized, sets=sets)).possible]
+        if not tiles:
             return None
         sets = min(tiles, key=lambda one: one.cycles).sets
         # Images of an item: as many as fit; fewer, in as many items; or so few that each multiprocessor has an item.
         counts = dict.fromkeys((most, even_share(p.batch, most), min(most, -(-p.batch * sets // tile.multiprocessors))))
-        return min((made(images, sets) for images in counts), key=lambda one: one.cycles)
+        return min((changed(sized, sets=sets, images=images) for images in counts), key=lambda one: one.cycles)
 
     def program(self, config: Config, direction: Pass, tile: Tile) -> Program:
-        return pixels_on_m.program(config, "gemm_fold_pixels", tile, macros_of(tile, config.dtype))
+        p = tile.problem
+        macros: Macros = {
+            # output_size = input_size * stride + OUT_MORE: it is the same for all sizes.
+            "OUT_MORE_H": p.output_size[0] - p.input_size[0] * p.stride[0],
+            "OUT_MORE_W": p.output_size[1] - p.input_size[1] * p.stride[1],
+            "WHOLE_OUTS": int(p.out_channels % tile.fold_outs == 0),
+            **named_macros(tile, "fold_pitch fold_outs fold_groups fold_turns vector"),
+            **geometry_macros(p),
+        }
+        return pixels_on_m.program(config, "gemm_fold_pixels", tile, macros)
 
 
 KERNEL = GemmFoldPixels(tiles_of)

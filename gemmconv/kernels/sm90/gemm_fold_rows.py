@@ -4,7 +4,7 @@ It is for forward passes and the input gradients of stride 1, where rows of inpu
 phase has a tap, the stride across is at most four, taps across reach over at most eight inputs, and the weights of some
 output channels, of 32 or 64 in 16 bits, fit shared memory. In 16 bits taps across are at most six and groups have at
 most 256 input channels, a multiple of 16 if there are several; in TF32 a phase across has more than one tap.
-``tiles_of`` gives none for others. Words are those of the kernel's header.
+There are no tiles for others. Words are those of the kernel's header.
 """
 
 from __future__ import annotations
@@ -12,22 +12,21 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar
 
 import torch
 
-from gemmconv.device import REFERENCE
 from gemmconv.geometry import Problem
-from gemmconv.hashing import cached_property
+from gemmconv.hashing import cached_property, changed
 from gemmconv.kernels.base import Config, Pass
 from gemmconv.kernels.costs import costs_of, overlapped
-from gemmconv.kernels.integers import INT32_MAX, up_to_multiple
+from gemmconv.kernels.integers import INT32_MAX, power_of_two_within, up_to_multiple
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, named_macros, table
 from gemmconv.kernels.pass_geometry import Gathering
 from gemmconv.kernels.phases import Tap, has_all_phases, taps_of
-from gemmconv.kernels.program import Launch, Params, Program, TensorMapSpec, gathering, reciprocal
+from gemmconv.kernels.program import Launch, Params, Program, gathering, reciprocal
 from gemmconv.kernels.sm90.base import Sm90Kernel, image_map
 from gemmconv.kernels.sm90.implicit_gemm_plan import SHARED_BYTES
 from gemmconv.kernels.weights import pack
@@ -36,12 +35,10 @@ _DEVICE = costs_of("device")
 _COST = costs_of("sm90/gemm_fold_rows")
 _BOX_LINE, _LONGEST_BOX = 128, 256  # of a tensor map: bytes of a line of a box; elements that a box reaches over
 _BARRIER_BYTES = 8
-_PIECE_BYTES = 16  # that lie together in memory
 _CARRIED = 8  # columns of the step before
 _MOST_FETCHED, _FETCHED_AHEAD = 256, 16 << 20  # bytes of a line; of all lines that are gone along
 _MOST_SPAN = 4  # outputs of a cell across: folds of more take the compiler up to 12 s, and lose
 _THREADS = 384
-_PRODUCT_BYTES = 32  # of channels of a product
 _WHOLE_LINES = 16  # lines of weights of a product are a multiple of
 
 # Constants for 16-bit types.
@@ -61,49 +58,27 @@ _LINE_PAD = 4  # outputs from the end of a line in shared memory to the next
 
 
 class RowTile(Gathering):
-    """The work of a block that goes along rows of cells, some columns of the input a step.
+    """The work of a block that goes along rows of cells, some columns of the input a step."""
 
-    Attributes:
-        problem: the geometry.
-        direction: "forward" or "input_grad".
-        multiprocessors: of the GPU: as many blocks run at once.
-        itemsize: bytes of an element.
-        pixels_on_m: whether inputs are the left side of products, and weights the right one.
-        columns: inputs of a row of a step.
-        rows: of cells of an item.
-        outs: output channels of a block, which are those of a set.
-        channels: input channels, up to what products take.
-        chunk: input channels of a stage.
-        slots: taps across whose weights a product has, each with ``outs`` output channels.
-        most_stages: the most stages that are of use.
-        own_bytes: bytes of shared memory beside stages and weights.
-        cycles: roughly the cycles of a call, its launches among them.
-        kept: outputs of a row that may be stored later than what is beside them.
-    """
+    multiprocessors: int  # of the GPU: as many blocks run at once
+    itemsize: ClassVar[int]  # bytes of an element
+    piece: ClassVar[int]  # elements that lie together in memory, 16 bytes
+    product_channels: ClassVar[int]  # input channels of a product, 32 bytes
+    pixels_on_m: ClassVar[bool]  # whether inputs are the left side of products, and weights the right one
+    columns: ClassVar[int]  # inputs of a row of a step
+    rows: ClassVar[int]  # of cells of an item
+    outs: int  # output channels of a block, which are those of a set
+    chunk: int  # input channels of a stage
+    slots: int  # taps across whose weights a product has, each with ``outs`` output channels
+    most_stages: int  # the most stages that are of use
+    own_bytes: int  # bytes of shared memory beside stages and weights
+    cycles: float  # roughly the cycles of a call, its launches among them
+    kept: int = 0  # outputs of a row that may be stored later than what is beside them
 
-    multiprocessors: int
-    itemsize: ClassVar[int]
-    pixels_on_m: ClassVar[bool]
-    columns: ClassVar[int]
-    rows: ClassVar[int]
-    outs: int
-    channels: int
-    chunk: int
-    slots: int
-    most_stages: int
-    own_bytes: int
-    cycles: float
-    kept: int = 0
-
-    @property
-    def piece(self) -> int:
-        """Elements that lie together."""
-        return _PIECE_BYTES // self.itemsize
-
-    @property
-    def product_channels(self) -> int:
-        """Input channels of a product."""
-        return _PRODUCT_BYTES // self.itemsize
+    @cached_property
+    def channels(self) -> int:
+        """Input channels, up to whole products."""
+        return up_to_multiple(self.in_channels, self.product_channels)
 
     @property
     def channel_sets(self) -> int:
@@ -135,7 +110,7 @@ class RowTile(Gathering):
     @cached_property
     def given(self) -> list[int]:
         """From how many lanes before an output channel's two cells of a lane get something, of each phase and cell."""
-        taps = list(zip(self.taps_across, self.delays, strict=True))
+        taps = zip(self.taps_across, self.delays, strict=True)
         lanes = {(tap.phase, e, (delay + (e + delay) % 2 - e) // 2) for tap, delay in taps for e in (0, 1)}
         return [distance for _, _, distance in lanes]
 
@@ -158,10 +133,15 @@ class RowTile(Gathering):
         return [min(tap.shift for tap in taps) for taps in self.taps_down]
 
     @cached_property
+    def row_places(self) -> list[list[int]]:
+        """For each row phase, distances from a cell's first input row to the rows of the phase's taps down."""
+        phases = zip(self.first_rows, self.taps_down, strict=True)
+        return [[tap.shift - first for tap in taps] for first, taps in phases]
+
+    @cached_property
     def input_rows(self) -> int:
         """Rows of the input that an item reads, of the row phase that reads most."""
-        reaches = [max(tap.shift for tap in taps) - min(tap.shift for tap in taps) for taps in self.taps_down]
-        return max(reaches) + self.rows
+        return max(map(max, self.row_places)) + self.rows
 
     # Steps along a row, and items.
 
@@ -245,24 +225,19 @@ class RowTile(Gathering):
     @property
     def moved_cycles(self) -> float:
         """Cycles to move the inputs and outputs of a call."""
-        pixels = self.in_channels * math.prod(self.input_size) + self.out_channels * math.prod(self.output_size)
-        moved_bytes = self.problem.batch * self.problem.groups * pixels * self.itemsize
-        return moved_bytes / _DEVICE.rows_memory_rate * _DEVICE.clock
+        return self.problem.image_bytes(self.itemsize) / _DEVICE.rows_memory_rate * _DEVICE.clock
 
     @property
     def compiled(self) -> Macros:
         """Macros of the kernel but the type of elements, which depend on the layer and the fields of the tile alone."""
         return {
-            **named_macros(self, "in_channels out_channels channels channel_sets"),
+            **named_macros(self, "in_channels out_channels channels channel_sets weight_rows pixels_on_m"),
+            **named_macros(self, "delayed input_rows stages vector shared_bytes"),
             "PHASES": self.span[0],
-            **named_macros(self, "weight_rows pixels_on_m"),
             "SPAN_W": self.span[1],
-            "DELAYED": self.delayed,
             "DELAY": table(self.delays + [0] * self._pads),
             "PHASE": table([tap.phase for tap in self.taps_across] + [-1] * self._pads),
-            "INPUT_ROWS": self.input_rows,
             "FIRST_ROW": table(self.first_rows),
-            **named_macros(self, "stages vector shared_bytes"),
         }
 
     @cached_property
@@ -272,20 +247,16 @@ class RowTile(Gathering):
         across = [tap.tap for tap in self.taps_across] + [-1] * self._pads
         tiles = [across[first : first + self.slots] for first in range(0, len(across), self.slots)]
         for taps in self.taps_down:
-            down = [*taps, *[None] * (self.weight_rows - len(taps))]
-            sets.append(
-                [[kh.tap * width + kw if kh and kw >= 0 else -1 for kw in tile] for kh in down for tile in tiles]
-            )
+            down = [tap.tap for tap in taps] + [-1] * (self.weight_rows - len(taps))
+            sets.append([[kh * width + kw if min(kh, kw) >= 0 else -1 for kw in tile] for kh in down for tile in tiles])
         others: Macros = {
             "INPUT_GRAD": int(self.direction == "input_grad"),
             "ROW_ORDER": pack.ROWS_SLOTS if self.slots == 2 and not self.pixels_on_m else pack.ROWS_PLAIN,
             "CHANNEL_PAIRS": int(self.pixels_on_m),
-            **named_macros(self, "in_channels out_channels"),
+            **named_macros(self, "in_channels out_channels channel_sets slots"),
             "TAPS": self.problem.taps,
             "UNITS": self.channels // self.piece,
-            "CHANNEL_SETS": self.channel_sets,
             "ROWS": self.lines,
-            "SLOTS": self.slots,
             "CHANNELS": self.outs,
         }
         return pack.macros_of(sets, others)
@@ -294,13 +265,6 @@ class RowTile(Gathering):
     def _pads(self) -> int:
         """Slots that have no tap across."""
         return -len(self.taps_across) % self.slots
-
-    @property
-    def input_map(self) -> TensorMapSpec:
-        """The tensor map of the inputs."""
-        shape = self.problem.batch, self.in_channels * self.problem.groups, *self.input_size
-        box = min(self.columns, _BOX_LINE // self.itemsize), self.chunk, self.input_rows, 1
-        return image_map(shape, self.itemsize, box, fetched=self.fetched)
 
     @property
     def fetched(self) -> int:
@@ -320,17 +284,15 @@ class Tile16(RowTile):
     problem: Problem
     direction: Pass
     slots: int
-    multiprocessors: int = REFERENCE.multiprocessors
+    multiprocessors: int
 
     itemsize: ClassVar[int] = 2
+    piece: ClassVar[int] = 8
+    product_channels: ClassVar[int] = 16
     pixels_on_m: ClassVar[bool] = False
     columns: ClassVar[int] = 128
     rows: ClassVar[int] = 2
     most_stages = 12
-
-    @cached_property
-    def channels(self) -> int:
-        return up_to_multiple(self.in_channels, self.product_channels)
 
     @cached_property
     def chunk(self) -> int:
@@ -343,26 +305,21 @@ class Tile16(RowTile):
     @cached_property
     def row_taps(self) -> list[list[list[int]]]:
         """For each row phase, input row and row of cells: the index of the tap among the phase's, or -1."""
-        found = []
-        for first, taps in zip(self.first_rows, self.taps_down, strict=True):
-            places = {tap.shift - first: i for i, tap in enumerate(taps)}
-            rows = range(self.rows)
-            found.append([[places.get(place - row, -1) for row in rows] for place in range(self.input_rows)])
-        return found
+        inputs, cells = range(self.input_rows), range(self.rows)
+        taps = [{place: tap for tap, place in enumerate(places)} for places in self.row_places]
+        return [[[tap_at.get(row - cell, -1) for cell in cells] for row in inputs] for tap_at in taps]
 
     # Stores.
 
     @cached_property
     def line_cells(self) -> int:
         """Cells of a line of outputs, which are folded before any are stored."""
-        most = max(8, _LINE_BYTES // (self.itemsize * self.span[1]))
-        return max(cells for cells in range(8, self.columns + 1, 8) if self.columns % cells == 0 and cells <= most)
+        return power_of_two_within(self.columns, _LINE_BYTES // (self.itemsize * self.span[1]))
 
     @cached_property
     def line_pitch(self) -> int:
         """Outputs from a line to the next, in shared memory: such that lanes write to different banks."""
-        span = self.span[1]
-        return _line_pitch(self.line_cells * span, 2 * span, word_of(span), self.vector)
+        return _line_pitch(self.line_cells, self.span[1], self.vector)
 
     @cached_property
     def own_bytes(self) -> int:
@@ -398,29 +355,21 @@ class Tile16(RowTile):
 
     @cached_property
     def compiled(self) -> Macros:
-        return {
-            **super().compiled,
-            **named_macros(self, "tiles slots"),
-            "ROW_TAP": table([tap for phase in self.row_taps for row in phase for tap in row]),
-            **named_macros(self, "line_cells line_pitch"),
-        }
+        taps = [tap for phase in self.row_taps for row in phase for tap in row]
+        return {**super().compiled, **named_macros(self, "tiles slots line_cells line_pitch"), "ROW_TAP": table(taps)}
 
 
 @lru_cache(maxsize=1024)
-def _line_pitch(first: int, run: int, word: int, stored: int) -> int:
-    """The pitch from `first` on with which fewest of the lanes that write together write to the same bank."""
-    multiple, together = max(word, stored, 2), 64 // max(2, word)
+def _line_pitch(cells: int, span: int, vector: int) -> int:
+    """The pitch of lines of so many cells with which fewest of the lanes that write together write to the same bank."""
+    first, word = cells * span, math.gcd(2 * span, 8)  # a lane writes a word at a time, outputs of two cells
+    multiple, together = max(word, vector), 64 // word
 
     def conflicts(pitch: int) -> int:
-        banks = [(lane // 4 * pitch + lane % 4 * run) // 2 % 32 for lane in range(together)]
+        banks = [(lane // 4 * pitch + lane % 4 * 2 * span) // 2 % 32 for lane in range(together)]
         return max(map(banks.count, banks))
 
     return min(range(up_to_multiple(first, multiple), first + 65, multiple), key=conflicts)
-
-
-def word_of(span: int) -> int:
-    """Outputs that a lane writes to shared memory together, of two cells."""
-    return math.gcd(2 * span, 8)
 
 
 @dataclass(frozen=True)
@@ -432,17 +381,14 @@ class TileTf32(RowTile):
     outs: int
     chunk: int
     whole_sectors: bool  # whether lines are stored as sectors of memory lie, not as steps end
-    multiprocessors: int = REFERENCE.multiprocessors
+    multiprocessors: int
 
     itemsize: ClassVar[int] = 4
+    piece: ClassVar[int] = 4
+    product_channels: ClassVar[int] = 8
     pixels_on_m: ClassVar[bool] = True
     columns: ClassVar[int] = 16
     rows: ClassVar[int] = 8
-
-    @cached_property
-    def channels(self) -> int:
-        """Input channels, up to whole chunks."""
-        return up_to_multiple(self.in_channels, self.chunk)
 
     @property
     def chunks(self) -> int:
@@ -465,15 +411,7 @@ class TileTf32(RowTile):
     @cached_property
     def taps_together(self) -> int:
         """Taps down whose words a thread loads together: all of them, where registers hold those."""
-        return self.weight_rows if self._registers_with(self.weight_rows) <= _MOST_REGISTERS else 1
-
-    @cached_property
-    def row_places(self) -> list[list[int]]:
-        """For each row phase, distances from a cell's first input row to the rows of ``weight_rows`` taps down."""
-        return [
-            [tap.shift - first for tap in taps] + [0] * (self.weight_rows - len(taps))
-            for first, taps in zip(self.first_rows, self.taps_down, strict=True)
-        ]
+        return self.weight_rows if self.registers_with(self.weight_rows) <= _MOST_REGISTERS else 1
 
     @property
     def vector(self) -> int:
@@ -510,15 +448,11 @@ class TileTf32(RowTile):
         outputs = _WHOLE_OUTS * line * self.itemsize + self.whole_sectors * self.outs * _SECTOR * self.itemsize
         return self.rows * outputs + self.outs * self.itemsize + _BARRIER_BYTES
 
-    @property
-    def registers(self) -> int:
+    def registers_with(self, taps_together: int) -> int:
         """Registers of a thread that multiplies, about: sums, words of two groups, what is carried or waits.
 
         Of 400 tiles of random layers that take 170 and more, ten spill, 128 bytes at most.
         """
-        return self._registers_with(self.taps_together)
-
-    def _registers_with(self, taps_together: int) -> int:
         span, groups = self.span[1], self.weight_rows * self.chunks // taps_together
         words = min(2, groups) * taps_together * self.chunk // self.product_channels * 4
         words += max(0, words - _FEW_WORDS) if groups > 1 else 0  # of many, some have to be moved
@@ -532,8 +466,8 @@ class TileTf32(RowTile):
     @property
     def possible(self) -> bool:
         """Whether registers, shared memory, boxes and integers hold it."""
-        fits = self.lines <= _MOST_LINES and self.registers <= _MOST_REGISTERS and self.products <= _MOST_PRODUCTS
-        fits = fits and self.groups <= _MOST_GROUPS
+        fits = self.lines <= _MOST_LINES and self.registers_with(self.taps_together) <= _MOST_REGISTERS
+        fits = fits and self.products <= _MOST_PRODUCTS and self.groups <= _MOST_GROUPS
         return fits and self.stages > self.chunks and self.addressable
 
     @cached_property
@@ -553,52 +487,23 @@ class TileTf32(RowTile):
 
     @cached_property
     def compiled(self) -> Macros:
-        return {
-            **super().compiled,
-            **named_macros(self, "chunk outs lines whole_sectors"),
-            "ROW_PLACE": table([place for phase in self.row_places for place in phase]),
-            "TAPS_TOGETHER": self.taps_together,
-        }
+        places = itertools.chain(*([*row, *[0] * (self.weight_rows - len(row))] for row in self.row_places))
+        own = named_macros(self, "chunk outs lines whole_sectors taps_together")
+        return {**super().compiled, **own, "ROW_PLACE": table([*places])}
 
 
 Tile = Tile16 | TileTf32
 
 
-def tiles_of(
-    problem: Problem, direction: Pass, itemsize: int, multiprocessors: int = REFERENCE.multiprocessors
-) -> Iterator[Tile]:
-    """The tiles that a problem may have: those that fit registers and shared memory."""
-    if not _may_gather(problem, direction):
-        return
-    tiles_of_16_bits = (Tile16(problem, direction, slots, multiprocessors) for slots in (1, 2))
-    for tile in _tiles_of_tf32(problem, direction, multiprocessors) if itemsize == 4 else tiles_of_16_bits:
-        if tile.input_size[1] % tile.piece:
-            return
-        # Products of a group must not read channels of the next one.
-        if (problem.groups == 1 or tile.in_channels == tile.channels) and tile.possible:
-            yield tile
-
-
-def _may_gather(problem: Problem, direction: Pass) -> bool:
-    """Whether rows of a problem may be gone along: every phase has a tap, and none is later than is carried."""
-    p = problem
-    if p.batch == 0 or p.stride[1] > _MOST_SPAN or (direction == "input_grad" and p.stride != (1, 1)):
-        return False
-    if direction == "forward" and not has_all_phases(p):
-        return False  # outputs that hold the bias alone
-    shifts = [tap.shift for tap in taps_of(p, direction, 1)]
-    return max(0, *shifts) - min(shifts) <= _CARRIED
-
-
 def _tiles_of_tf32(problem: Problem, direction: Pass, multiprocessors: int) -> Iterator[TileTf32]:
-    any_tile = TileTf32(problem, direction, _WHOLE_OUTS, _CHUNKS[0], whole_sectors=False)
+    any_tile = TileTf32(problem, direction, _WHOLE_OUTS, _CHUNKS[0], False, multiprocessors)
     if len(any_tile.taps_across) == any_tile.span[1]:
         return  # nothing folds: others store what each tap gives in longer runs
     whole_sectors, channels = any_tile.cuts_sectors, -(-any_tile.out_channels // _WHOLE_OUTS)
     outs = {-(-channels // sets) * _WHOLE_OUTS for sets in range(1, channels + 1)}
     for set_outs, chunk in itertools.product(sorted(outs, reverse=True), _CHUNKS):
         tile = TileTf32(problem, direction, set_outs, chunk, whole_sectors, multiprocessors)
-        if tile.channels - tile.in_channels < tile.product_channels:  # chunks have no products of nothing
+        if tile.channels % chunk == 0:
             yield tile
 
 
@@ -610,10 +515,23 @@ class GemmFoldRows(Sm90Kernel):
     clock_rate = _DEVICE.clock
 
     def tiles(self, config: Config, direction: Pass) -> Iterator[Tile]:
-        return tiles_of(config.problem, direction, config.dtype.itemsize, config.spec.multiprocessors)
+        p, multiprocessors = config.problem, config.spec.multiprocessors
+        if p.batch == 0 or p.stride[1] > _MOST_SPAN or (direction == "input_grad" and p.stride != (1, 1)):
+            return
+        shifts = [tap.shift for tap in taps_of(p, direction, 1)]
+        # Without a tap an output would be the bias alone; and a tap must not be later than columns are carried.
+        if not has_all_phases(p) or max(0, *shifts) - min(shifts) > _CARRIED:
+            return
+        of_16_bits = (Tile16(p, direction, slots, multiprocessors) for slots in (1, 2))
+        for tile in _tiles_of_tf32(p, direction, multiprocessors) if config.dtype.itemsize == 4 else of_16_bits:
+            if tile.input_size[1] % tile.piece:
+                return
+            # Products of a group must not read channels of the next one.
+            if (p.groups == 1 or tile.in_channels == tile.channels) and tile.possible:
+                yield tile
 
     def fitted(self, config: Config, direction: Pass, tile: Tile) -> Tile | None:
-        sized = replace(tile, problem=config.problem)
+        sized = changed(tile, problem=config.problem)
         if config.problem.batch == 0 or sized.input_size[1] % tile.piece or not sized.addressable:
             return None
         if isinstance(sized, TileTf32) and sized.cuts_sectors > sized.whole_sectors:
@@ -622,21 +540,23 @@ class GemmFoldRows(Sm90Kernel):
         return sized
 
     def program(self, config: Config, direction: Pass, tile: Tile) -> Program:
+        p, is_forward = config.problem, direction == "forward"
+        box = min(tile.columns, _BOX_LINE // tile.itemsize), tile.chunk, tile.input_rows, 1
+        shape = p.input_shape if is_forward else p.output_shape
         params: Params = {
-            "map": tile.input_map,
+            "map": image_map(shape, tile.itemsize, box, fetched=tile.fetched),
             "packed": "packed",
-            "bias, output": ("bias" if tile.direction == "forward" else None, "output"),
+            "bias, output": ("bias" if is_forward else None, "output"),
             "by_image_items": reciprocal(tile.image_items),
-            "groups, columns": (config.problem.groups, tile.multiplied),
+            "groups, columns": (p.groups, tile.multiplied),
             "h_out, w_out": tile.output_size,
             "cells_h, image_items, items, steps": (tile.cells[0], tile.image_items, tile.items, tile.steps),
         }
         grid, block = (tile.blocks_on(config.spec.multiprocessors) * tile.sets, 1, 1), (_THREADS, 1, 1)
-        element = ELEMENT_TYPES[config.dtype]
-        packing = pack.packing({"ELEMENT_T": element, **tile.packing}, config.problem.groups)
-        macros = {"ELEMENT_T": element, **tile.compiled}
+        element: Macros = {"ELEMENT_T": ELEMENT_TYPES[config.dtype]}
+        packing, macros = pack.packing(element | tile.packing, p.groups), element | tile.compiled
         main = Launch("sm90/gemm_fold_rows.cu", macros, grid, block, params, tile.shared_bytes, overlaps=True)
-        return gathering(config, tile.direction, (packing, main), {"packed": tile.packed_bytes})
+        return gathering(config, direction, (packing, main), {"packed": tile.packed_bytes})
 
 
 KERNEL = GemmFoldRows()

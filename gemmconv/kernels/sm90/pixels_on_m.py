@@ -9,15 +9,13 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
-
 from gemmconv.geometry import Pair, Problem
 from gemmconv.hashing import cached_property
 from gemmconv.kernels.base import Config
 from gemmconv.kernels.integers import INT32_MAX, even_share, up_to_multiple
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, named_macros
 from gemmconv.kernels.program import Params, Program, reciprocal
-from gemmconv.kernels.sm90.base import forward_program, weight_map
+from gemmconv.kernels.sm90.base import forward_program, image_map
 from gemmconv.kernels.sm90.implicit_gemm_plan import SHARED_BYTES
 from gemmconv.kernels.weights.pack import k_major_macros, packing
 
@@ -26,7 +24,7 @@ MOST_LINES = 256  # lines of a product that tensor cores take
 CHUNK_BYTES = 128  # bytes of a pixel's channels in a slot, and of a line's in a stage
 _BOX_LINES = 64  # lines of a box of weights
 CONSUMERS = 256  # threads that multiply and store
-_LOADERS = 96  # threads that copy inputs; a warp beside them copies weights
+_THREADS = CONSUMERS + 96 + 32  # with those that copy inputs, and a warp that copies weights
 _BARRIER_BYTES = 16  # bytes of the barriers of a slot or a stage
 _PIECE = 4  # inputs that are copied together, at least
 _MOST_RING = 12  # slots, and stages
@@ -44,42 +42,26 @@ class Windows(NamedTuple):
 class PositionRows:
     """The work of a thread block of such a kernel.
 
-    ``item_positions`` and what follows are no fields: gemm_depth_to_space has these values, gemm_fold_pixels others.
-
-    Attributes:
-        problem: the geometry.
-        itemsize: bytes of an element: 2, or 4 for float32 that is rounded to TF32.
-        lines: lines of a line block, all taps of some output channels.
-        sets: sets that the line blocks are divided into; each item has the line blocks of one.
-        multiprocessors: multiprocessors of the GPU, each of which runs one thread block.
-        item_positions: positions of an item.
-        item_images: images of an item that has whole ones; 0 where items go on across images.
-        cells_of_image: cells of an image, down and across, where a kernel folds them.
-        windows: how items divide an image.
-        column_bytes: bytes of shared memory that the epilogue needs, beside slots, stages, biases and barriers.
+    What has a value below is no field: gemm_depth_to_space has these values, gemm_fold_pixels others.
     """
 
-    problem: Problem
-    itemsize: int
-    lines: int
-    sets: int
-    multiprocessors: int
+    problem: Problem  # the geometry
+    itemsize: int  # bytes of an element: 2, or 4 for float32 that is rounded to TF32
+    lines: int  # lines of a line block, all taps of some output channels
+    sets: int  # sets that the line blocks are divided into; each item has the line blocks of one
+    multiprocessors: int  # multiprocessors of the GPU, each of which runs one thread block
 
-    item_positions = BLOCK_POSITIONS
-    item_images = 0
-    cells_of_image = 1, 1
-    windows = Windows()
-    column_bytes = 0
+    item_positions = BLOCK_POSITIONS  # positions of an item
+    position_blocks = 1  # position blocks of an item
+    item_images = 0  # images of an item that has whole ones; 0 where items go on across images
+    cells_of_image = 1, 1  # cells of an image, down and across, where a kernel folds them
+    windows = Windows()  # how items divide an image
+    column_bytes = 0  # bytes of shared memory that the epilogue needs, beside slots, stages, biases and barriers
 
     @property
     def input_size(self) -> Pair:
         """Rows and columns of an image, as the kernel sees it."""
         return self.problem.input_size
-
-    @property
-    def position_blocks(self) -> int:
-        """Position blocks of an item."""
-        return -(-self.item_positions // BLOCK_POSITIONS)
 
     @property
     def packed(self) -> bool:
@@ -174,10 +156,6 @@ class PositionRows:
         return math.gcd(16 // self.itemsize, self.problem.in_pixels)
 
     @property
-    def threads(self) -> int:
-        return 32 + _LOADERS + CONSUMERS
-
-    @property
     def packed_bytes(self) -> int:
         """Bytes of the packed weights."""
         return self.line_blocks * self.lines * self.chunks * CHUNK_BYTES if self.packed else 0
@@ -207,40 +185,39 @@ def sets_of(problem: Problem, lines: int) -> set[int]:
     return {even_share(line_blocks, count) for count in _SETS}
 
 
-def macros_of(tile: PositionRows, dtype: torch.dtype) -> Macros:
-    """Macros that csrc/include/pipeline/pixels_on_m.cuh asks for; its ``multiply`` has a table of CHUNK_CLASS."""
-    p = tile.problem
-    return {
-        "ELEMENT_T": ELEMENT_TYPES[dtype],
-        "PACKED": int(tile.packed),
+def program(config: Config, name: str, tile: PositionRows, own_macros: Macros, run: int = 1) -> Program:
+    """A forward pass by csrc/sm90/``name``.cu, which asks for ``own_macros`` beside those of pipeline/pixels_on_m.cuh.
+
+    Packing gives ``run`` lines beside each other to a thread.
+    """
+    p, windows, pack = tile.problem, tile.windows, None
+    macros: Macros = {
+        "ELEMENT_T": ELEMENT_TYPES[config.dtype],
         "KERNEL_H": p.kernel_size[0],
         "KERNEL_W": p.kernel_size[1],
         "WHOLE_CHANNELS": int(p.in_channels * tile.itemsize % CHUNK_BYTES == 0),
-        "CHUNK_CLASS": 1 if tile.chunks == 1 or tile.position_blocks == 2 else 2 + tile.chunks % 2,
-        "WINDOWED": int(tile.windows.per_image > 1),
-        "LINES": tile.lines,
-        **named_macros(tile, "position_blocks piece column_bytes"),
+        "CHUNK_CLASS": 1 if tile.chunks == 1 or tile.position_blocks == 2 else 2 + tile.chunks % 2,  # see `multiply`
+        "WINDOWED": int(windows.per_image > 1),
+        **named_macros(tile, "packed lines position_blocks piece column_bytes"),
+        **own_macros,
     }
-
-
-def program(config: Config, name: str, tile: PositionRows, macros: Macros, run: int = 1) -> Program:
-    """A forward pass by csrc/sm90/``name``.cu. If ``run`` is not 1, packing gives runs of so many lines to a thread."""
-    box, pack = (_BOX_LINES, CHUNK_BYTES // tile.itemsize), None
-    (in_h, in_w), (cells_h, cells_w) = tile.input_size, tile.cells_of_image
-    divisors = tile.sets, in_h * in_w, tile.windows.per_image, in_w, cells_h * cells_w, cells_w
     if tile.packed:
-        pack = packing(k_major_macros(tile.problem, tile.lines, tile.chunks * (CHUNK_BYTES // 16), run))
+        pack = packing(k_major_macros(p, tile.lines, tile.chunks * (CHUNK_BYTES // 16), run))
+    # Rows of weightᵀ lie like channels of an image, one input channel behind the other.
+    weight_shape, box = (1, p.out_channels * p.taps, 1, p.in_channels), (_BOX_LINES, CHUNK_BYTES // tile.itemsize, 1, 1)
+    (in_h, in_w), (cells_h, cells_w) = tile.input_size, tile.cells_of_image
+    divisors = tile.sets, in_h * in_w, windows.per_image, in_w, cells_h * cells_w, cells_w
     params: Params = {
-        "weights": "packed" if pack else weight_map(tile.problem, tile.itemsize, box),
+        "weights": "packed" if pack else image_map(weight_shape, tile.itemsize, box, channels_last=True, name="weight"),
         "input, bias, output": ("input", "bias", "output"),
         "positions, items": (tile.positions, tile.items),
-        "in_channels, out_channels": (tile.problem.in_channels, tile.problem.out_channels),
+        "in_channels, out_channels": (p.in_channels, p.out_channels),
         "chunks, line_blocks": (tile.chunks, tile.line_blocks),
         "by_sets, by_pixels, by_windows, by_width, by_cells, by_cells_w": tuple(map(reciprocal, divisors)),
         "in_h, in_w, images": (in_h, in_w, tile.item_images),
         "item_positions": tile.item_positions,
-        "windows, step, left": tile.windows,
+        "windows, step, left": windows,
         "sets, set_line_blocks, held": (tile.sets, tile.set_line_blocks, int(tile.held)),
         "slots, stages, first_stage, first_columns, first_barrier": (*tile.ring_sizes, *tile.first_bytes),
     }
-    return forward_program(config, name, tile, macros, params, tile.threads, pack)
+    return forward_program(config, name, tile, macros, params, _THREADS, pack)
