@@ -13,12 +13,9 @@ import torch
 
 from gemmconv import tuned
 from gemmconv.kernels.base import (
-    BothGradients,
     Choice,
     Config,
     Direction,
-    Forward,
-    Gradient,
     Kernel,
     Pass,
     choices,
@@ -97,41 +94,21 @@ class Algorithm(ABC):
         choice = None if direction == "forward" else self.choice(config, direction)
         return choice is not None and choice.kernel.computed_in is torch.contiguous_format
 
-    def forward(self, config: Config) -> Forward:
-        """Prepare output = conv_transpose2d(input, weight, bias)."""
-        return self._prepare(config, "forward")
-
-    def input_grad(self, config: Config) -> Gradient:
-        """Prepare grad_input from (grad_output, weight)."""
-        return self._prepare(config, "input_grad")
-
-    def weight_grad(self, config: Config) -> Gradient:
-        """Prepare grad_weight from (grad_output, input)."""
-        return self._prepare(config, "weight_grad")
-
-    def grads(self, config: Config, weight_config: Config) -> BothGradients:
-        """Prepare both gradients at once, from (grad_output, input, weight), if :meth:`grads_estimate` is finite.
-
-        ``config`` is for the input's gradient, ``weight_config`` for the weight's; only their memory formats differ.
-        """
-        if self.choice(both := _of_both(config, weight_config), "grads") is None:
-            raise NotImplementedError(f"{self.name} computes one gradient after the other")
-        return self._prepare(both, "grads")
+    def prepare(self, config: Config, direction: Pass) -> Callable[..., Any]:
+        """Prepare the call of a pass that it serves; ``"grads"`` if :meth:`grads_estimate` is finite."""
+        choice = self.choice(config, direction)
+        assert choice is not None
+        return choice.kernel.prepare(config, direction, choice.tile)
 
     def grads_estimate(self, config: Config, weight_config: Config) -> float:
         """Estimated seconds of both gradients at once; infinite if one after the other is faster."""
-        choice = self.choice(_of_both(config, weight_config), "grads")
+        choice = self.choice(replace(config, weight_format=weight_config.memory_format), "grads")
         if choice is None:
             return math.inf
         one_by_one = self.estimate(config, "input_grad") + self.estimate(weight_config, "weight_grad")
         # Both share one transpose in channels_last; if their formats differ, grad_output is in NCHW and needs none.
         one_by_one -= max(map(grad_output_transpose_seconds, (config, weight_config)))
         return choice.seconds if choice.seconds < one_by_one else math.inf
-
-    def _prepare(self, config: Config, direction: Pass) -> Callable[..., Any]:
-        choice = self.choice(config, direction)
-        assert choice is not None
-        return choice.kernel.prepare(config, direction, choice.tile)
 
 
 class AlgorithmOfOne(Kernel, Algorithm):
@@ -150,6 +127,9 @@ class AlgorithmOfOne(Kernel, Algorithm):
     @abstractmethod
     def workspace_bytes(self, config: Config, direction: Pass, tile: Any = None) -> int: ...
 
+    @abstractmethod
+    def prepare(self, config: Config, direction: Pass, tile: Any = None) -> Callable[..., Any]: ...
+
     def estimate(self, config: Config, direction: Direction) -> float:
         return self.expected(config, direction, self.tile(config, direction))
 
@@ -164,14 +144,6 @@ class AlgorithmOfOne(Kernel, Algorithm):
 
     def tile(self, config: Config, direction: Pass) -> Any:
         return next(iter(self.tiles(config, direction)))
-
-    def _prepare(self, config: Config, direction: Pass) -> Callable[..., Any]:
-        return self.prepare(config, direction, None)
-
-
-def _of_both(config: Config, weight_config: Config) -> Config:
-    """The configuration of a call that computes both gradients at once."""
-    return replace(config, weight_format=weight_config.memory_format)
 
 
 @lru_cache(maxsize=4096)
