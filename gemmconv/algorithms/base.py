@@ -51,8 +51,8 @@ class Algorithm(ABC):
         """
         if config.device.type != "cuda":
             return 0.0
-        tables = {"forward": _COST.table("forward"), "grads": _COST.table("grads")}
-        return tables.get(direction, _COST.table("gradient")).get(self.name, 0.0)
+        table = _COST.table(direction if direction in ("forward", "grads") else "gradient")
+        return table.get(self.name, 0.0)
 
     def choice(self, config: Config, direction: Pass) -> Choice | None:
         """The tuned kernel and tile, else those with the least estimate; None if no kernel computes the pass."""
@@ -155,10 +155,7 @@ def _fitted(kernels: tuple[Kernel, ...], config: Config, direction: Pass, lacks:
             tile = best.kernel.fitted(config, direction, best.tile)
             if tile is not None:
                 fitting.append(Choice(best.kernel, tile, best.kernel.expected(config, direction, tile)))
-    if not fitting:
-        able = tuple(kernel for kernel in kernels if kernel.why_not_device_or_dtype(config, direction) is None)
-        return _fastest(able, config, direction, lacks) if able else None
-    return min(fitting, key=lambda one: one.seconds)
+    return min(fitting, key=lambda one: one.seconds) if fitting else _fastest(kernels, config, direction, lacks)
 
 
 @lru_cache(maxsize=4096)
@@ -168,15 +165,14 @@ def _fastest(kernels: tuple[Kernel, ...], config: Config, direction: Pass, lacks
     Choices depend on ``lacks``, too: it is the result of :func:`missing_software`.
     """
 
-    def key() -> object:
-        return [kernel.name for kernel in kernels], _text(config), direction
-
     def search() -> tuple[int, Any, float] | None:
         best = min(choices(config, direction, kernels), key=lambda choice: choice.seconds, default=None)
         return None if best is None else (kernels.index(best.kernel), best.tile, best.seconds)
 
-    on_disk = config.device.type == "cuda" and lacks is None
-    found = cached(key, search) if on_disk else search()
+    if config.device.type == "cuda" and lacks is None:
+        found = cached(lambda: ([kernel.name for kernel in kernels], _text(config), direction), search)
+    else:
+        found = search()
     return None if found is None else Choice(kernels[found[0]], *found[1:])
 
 
