@@ -78,7 +78,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_formats(command: argparse.ArgumentParser, backward: str) -> None:
     """Add the layer, its memory format, and whether there is a backward pass, which ``backward`` explains."""
-    command.add_argument("--channels-last", action="store_true", help="tensors are in channels_last")
+    last, text = torch.channels_last, "tensors are in channels_last"
+    command.add_argument("--channels-last", action="store_const", dest="memory_format", const=last, help=text)
+    command.set_defaults(memory_format=torch.contiguous_format)
     command.add_argument("--backward", action=argparse.BooleanOptionalAction, default=True, help=backward)
     add_layer_arguments(command, by_size=True)
 
@@ -114,7 +116,7 @@ def _warmup_command(arguments: argparse.Namespace) -> int:
             raise ValueError(f"argument --device: must be {rule}, got {text!r}") from None
         capability = spec.capability
     _check_precision(arguments.precision, dtype, where)
-    how = arguments.precision, None, _memory_format(arguments), layer.bias
+    how = arguments.precision, None, arguments.memory_format, layer.bias
     config = current_config(layer.problem, dtype, where, *how, spec=spec)
     if (reason := why_no_kernels(where, spec)) is not None:
         raise ValueError(f"argument --device: {reason}")
@@ -159,8 +161,8 @@ def _tune(arguments: argparse.Namespace) -> int:
     device, dtype, layer = pick_device(arguments.device), _DTYPES[arguments.dtype], layer_from_arguments(arguments)
     _check_precision(arguments.precision, dtype, device)
     shapes = layer.problem.input_shape, layer.problem.weight_shape
-    memory_format = _memory_format(arguments)
-    x, weight = (torch.randn(one, device=device, dtype=dtype).contiguous(memory_format=memory_format) for one in shapes)
+    how = {"memory_format": arguments.memory_format}
+    x, weight = (torch.randn(one, device=device, dtype=dtype).contiguous(**how) for one in shapes)
     bias = x.new_zeros(layer.problem.out_channels) if layer.bias else None
     module = module_of(layer.problem, weight, bias, "auto", arguments.precision)
     x.requires_grad_(arguments.backward)
@@ -169,10 +171,6 @@ def _tune(arguments: argparse.Namespace) -> int:
         taken = " and ".join(dict.fromkeys(entry.algorithms))
         print(f"{entry.key[1]:<12} {' '.join((taken, entry.kernel, entry.tile)).strip()}; measured: {times}")
     return 0
-
-
-def _memory_format(arguments: argparse.Namespace) -> torch.memory_format:
-    return torch.channels_last if arguments.channels_last else torch.contiguous_format
 
 
 def _check_precision(precision: str | None, dtype: torch.dtype, device: torch.device) -> None:

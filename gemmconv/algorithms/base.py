@@ -155,7 +155,11 @@ def _fitted(kernels: tuple[Kernel, ...], config: Config, direction: Pass, lacks:
             tile = best.kernel.fitted(config, direction, best.tile)
             if tile is not None:
                 fitting.append(Choice(best.kernel, tile, best.kernel.expected(config, direction, tile)))
-    return min(fitting, key=lambda one: one.seconds) if fitting else _fastest(kernels, config, direction, lacks)
+    if fitting:
+        return min(fitting, key=lambda one: one.seconds)
+    # A layer that none of them can compute is not searched for, and so adds nothing to the cache on disk.
+    able = tuple(kernel for kernel in kernels if kernel.why_not_device_or_dtype(config, direction) is None)
+    return _fastest(able, config, direction, lacks) if able else None
 
 
 @lru_cache(maxsize=4096)
