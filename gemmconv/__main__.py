@@ -217,7 +217,7 @@ def _compare(arguments: argparse.Namespace, layers: Sequence[Layer], device: tor
     results = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("", total=len(layers) * measure.steps_per_layer())
+        task = progress.add_task("", total=len(layers) * measure.STEPS_PER_LAYER)
         done = itertools.count()
         for layer in layers:
 

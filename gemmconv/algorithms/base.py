@@ -36,12 +36,10 @@ class Algorithm(ABC):
 
     Attributes:
         name: the value of ``algorithm=``.
-        summary: one line that describes it.
         kernels: kernels that compute its passes; if none can, the first one for the pass gives the reason.
     """
 
     name: ClassVar[str]
-    summary: ClassVar[str]
     kernels: tuple[Kernel, ...]
 
     def host_seconds(self, config: Config, direction: Pass) -> float:
@@ -115,7 +113,6 @@ class AlgorithmOfOne(Kernel, Algorithm):
     """An algorithm that is its own and only kernel; methods that both base classes have are defined here."""
 
     directions = ("forward", "input_grad", "weight_grad", "grads")
-    serves = "any layer"
 
     @property
     def kernels(self) -> tuple[Kernel, ...]:  # type: ignore[override]

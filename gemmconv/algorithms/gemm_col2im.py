@@ -57,7 +57,6 @@ _PARTIALS_SHARE = 4  # one part in so many of the workspace holds the partial su
 
 class GemmCol2im(AlgorithmOfOne):
     name = "gemm_col2im"
-    summary = "cuBLAS batched GEMM into a bounded column workspace, then a col2im kernel"
 
     computed_in = torch.contiguous_format
 

@@ -24,7 +24,6 @@ from gemmconv.kernels.measured import roofline, torchs_seconds
 
 class Native(AlgorithmOfOne):
     name = "native"
-    summary = "torch's own operator: cuDNN on CUDA, oneDNN on the CPU"
 
     def why_not(self, config: Config, direction: Pass = "forward") -> str | None:
         on_cuda_float32 = config.device.type == "cuda" and config.dtype == torch.float32
