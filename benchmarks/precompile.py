@@ -93,9 +93,9 @@ def _compile(job: Job) -> None:
     for algorithm in dict.fromkeys(taken) if only_auto else ALGORITHMS:
         if algorithm.why_not(config) is None:
             for one in (one for one in passes if algorithm.why_not(config, one) is None):
-                load(getattr(algorithm, one)(config), config, one)
+                load(algorithm.prepare(config, one), config, one)
             if "weight_grad" in passes and algorithm.grads_estimate(config, config) < math.inf:
-                load(algorithm.grads(config, config), config, "grads")
+                load(algorithm.prepare(config, "grads"), config, "grads")
     if gradients and (both := both_programs(gradients, config, config)) is not None:
         load(both.prepare(config.device), config, "grads")
     elif gradients and gradients.via_channels_last:

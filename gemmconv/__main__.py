@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -20,7 +19,7 @@ from gemmconv.compare.layers import DEMO_LAYERS, Layer, add_layer_arguments, lay
 from gemmconv.device import KNOWN, Capability, named, spec_of
 from gemmconv.explain import compilations_of
 from gemmconv.folder import make_writable
-from gemmconv.kernels.base import Config, Precision, why_no_kernels
+from gemmconv.kernels.base import Config, why_no_kernels
 from gemmconv.selection import current_config, torch_precision
 
 _DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float32, torch.float64, torch.float16, torch.bfloat16)}
@@ -36,10 +35,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if arguments.run is not _compare:
             return int(arguments.run(arguments))
-        comparison = _comparison(arguments)
+        layers, device = _checked(arguments)
     except (OSError, ValueError, ModuleNotFoundError) as error:
         arguments.parser.error(str(error))
-    return _compare(*comparison)  # an error from here on is no mistake of the user's, and has a traceback
+    return _compare(arguments, layers, device)  # an error from here on is no mistake of the user's: it has a traceback
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -59,8 +58,8 @@ def _parser() -> argparse.ArgumentParser:
         command = add(name, _compare, text)
         _add_device_and_types(command, _HERE)
         command.add_argument("--full-size", action="store_true", help="do not shrink layers on a CPU; may take long")
-        folder, text = Path("gemmconv-demo"), "folder of the chart (default: gemmconv-demo)"
-        command.add_argument("--out", type=Path, default=folder, metavar="DIR", help=text)
+        text = "folder of the chart (default: gemmconv-demo)"
+        command.add_argument("--out", type=Path, default="gemmconv-demo", metavar="DIR", help=text)
         command.add_argument("--json", type=Path, metavar="FILE", help="write all rows to this file too")
         if name == "compare":
             add_layer_arguments(command)
@@ -79,7 +78,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_formats(command: argparse.ArgumentParser, backward: str) -> None:
     """Add the layer, its memory format, and whether there is a backward pass, which ``backward`` explains."""
-    command.add_argument("--channels-last", action="store_true", help="tensors are in channels_last")
+    last, text = torch.channels_last, "tensors are in channels_last"
+    command.add_argument("--channels-last", action="store_const", dest="memory_format", const=last, help=text)
+    command.set_defaults(memory_format=torch.contiguous_format)
     command.add_argument("--backward", action=argparse.BooleanOptionalAction, default=True, help=backward)
     add_layer_arguments(command, by_size=True)
 
@@ -101,15 +102,7 @@ def _info(arguments: argparse.Namespace) -> int:
 
 
 def _warmup_command(arguments: argparse.Namespace) -> int:
-    try:
-        return _warmup(*_warmup_config(arguments), arguments.backward)
-    except ModuleNotFoundError as error:
-        way_out = "install gemmconv[cuda13] or gemmconv[cuda12]"
-        raise ValueError(f"compiling needs the CUDA packages, got {error}; {way_out}") from error
-
-
-def _warmup_config(arguments: argparse.Namespace) -> tuple[Config, Capability]:
-    """The layer's configuration on the GPU, and the compute capability to compile for."""
+    """Compile for the GPU that ``--device`` names, which is here or one of the table of known ones."""
     text, dtype, layer = arguments.device or "cuda", _DTYPES[arguments.dtype], layer_from_arguments(arguments)
     if text.startswith("cuda") and torch.cuda.is_available():
         where = pick_device(text)
@@ -123,11 +116,15 @@ def _warmup_config(arguments: argparse.Namespace) -> tuple[Config, Capability]:
             raise ValueError(f"argument --device: must be {rule}, got {text!r}") from None
         capability = spec.capability
     _check_precision(arguments.precision, dtype, where)
-    settings: Any = {"memory_format": _memory_format(arguments), "bias": layer.bias, "spec": spec}
-    config = current_config(layer.problem, dtype, where, arguments.precision, **settings)
+    how = arguments.precision, None, arguments.memory_format, layer.bias
+    config = current_config(layer.problem, dtype, where, *how, spec=spec)
     if (reason := why_no_kernels(where, spec)) is not None:
         raise ValueError(f"argument --device: {reason}")
-    return config, capability
+    try:
+        return _warmup(config, capability, arguments.backward)
+    except ModuleNotFoundError as error:
+        way_out = "install gemmconv[cuda13] or gemmconv[cuda12]"
+        raise ValueError(f"compiling needs the CUDA packages, got {error}; {way_out}") from error
 
 
 def _warmup(config: Config, capability: Capability, backward: bool) -> int:
@@ -164,8 +161,8 @@ def _tune(arguments: argparse.Namespace) -> int:
     device, dtype, layer = pick_device(arguments.device), _DTYPES[arguments.dtype], layer_from_arguments(arguments)
     _check_precision(arguments.precision, dtype, device)
     shapes = layer.problem.input_shape, layer.problem.weight_shape
-    memory_format = _memory_format(arguments)
-    x, weight = (torch.randn(one, device=device, dtype=dtype).contiguous(memory_format=memory_format) for one in shapes)
+    how = {"memory_format": arguments.memory_format}
+    x, weight = (torch.randn(one, device=device, dtype=dtype).contiguous(**how) for one in shapes)
     bias = x.new_zeros(layer.problem.out_channels) if layer.bias else None
     module = module_of(layer.problem, weight, bias, "auto", arguments.precision)
     x.requires_grad_(arguments.backward)
@@ -176,29 +173,24 @@ def _tune(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _memory_format(arguments: argparse.Namespace) -> torch.memory_format:
-    return torch.channels_last if arguments.channels_last else torch.contiguous_format
-
-
 def _check_precision(precision: str | None, dtype: torch.dtype, device: torch.device) -> None:
     if precision == "tf32" and (dtype != torch.float32 or device.type != "cuda"):
         raise ValueError("argument --precision: tf32 is for float32 on a CUDA device; leave it out")
 
 
-def _comparison(arguments: argparse.Namespace) -> tuple[Any, ...]:
-    """The arguments of :func:`_compare`, checked."""
-    device, dtype = pick_device(arguments.device), _DTYPES[arguments.dtype]
-    _check_precision(arguments.precision, dtype, device)
-    layers: tuple[Layer, ...] = DEMO_LAYERS if arguments.command == "demo" else (layer_from_arguments(arguments),)
+def _checked(arguments: argparse.Namespace) -> tuple[Sequence[Layer], torch.device]:
+    """The layers to compare and where, once all arguments have been checked."""
+    device = pick_device(arguments.device)
+    _check_precision(arguments.precision, _DTYPES[arguments.dtype], device)
+    layers = DEMO_LAYERS if arguments.command == "demo" else (layer_from_arguments(arguments),)
     _check_folder("--out", arguments.out)
     if arguments.json is not None:
         _check_folder("--json", arguments.json.parent)
         if arguments.json.is_dir():
             raise ValueError(f"argument --json: must be a file, got the folder {arguments.json}")
     require_demo_extra()
-    if device.type == "cpu" and not arguments.full_size:
-        layers = tuple(shrink(layer) for layer in layers)
-    return layers, device, dtype, arguments.precision, arguments.out, arguments.json
+    shrinks = device.type == "cpu" and not arguments.full_size
+    return [shrink(layer) if shrinks else layer for layer in layers], device
 
 
 def _check_folder(flag: str, folder: Path) -> None:
@@ -209,27 +201,23 @@ def _check_folder(flag: str, folder: Path) -> None:
         raise ValueError(f"argument {flag}: cannot make the folder {folder} or write into it: {why.strerror}") from why
 
 
-def _compare(
-    layers: Sequence[Layer],
-    device: torch.device,
-    dtype: torch.dtype,
-    precision: Precision | None,
-    out: Path,
-    json_file: Path | None,
-) -> int:
+def _compare(arguments: argparse.Namespace, layers: Sequence[Layer], device: torch.device) -> int:
     """Measure, print, draw, and write JSON. Returns 1 if a result was wrong, else 0."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from gemmconv.compare import measure, report
 
-    console = Console()
-    heading = _heading(device, dtype, precision or torch_precision(dtype, device))
-    console.print(heading, style="bold", highlight=False, soft_wrap=True)
+    dtype, precision = _DTYPES[arguments.dtype], arguments.precision
+    rounding = f" ({precision or torch_precision(dtype, device)})" if dtype == torch.float32 else ""
+    versions = f"torch {torch.__version__}, Python {platform.python_version()}"
+    heading = f"gemmconv {__version__} on {info.device_text(device)}: {arguments.dtype}{rounding}, {versions}"
+    console = Console(highlight=False, markup=False)
+    console.print(heading, style="bold", soft_wrap=True)
     results = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("", total=len(layers) * measure.steps_per_layer())
+        task = progress.add_task("", total=len(layers) * measure.STEPS_PER_LAYER)
         done = itertools.count()
         for layer in layers:
 
@@ -240,22 +228,16 @@ def _compare(
             results.append(rows)
             console.print(report.table(rows))
             for line in report.notes(rows):
-                console.print(f"  {line}", style="red" if "is wrong" in line else "dim", highlight=False, markup=False)
-    console.print(report.legend(device.type), style="dim", highlight=False, markup=False)
-    console.print(f"\n{report.summary(results)}", style="bold", highlight=False, markup=False, soft_wrap=True)
-    path = out / "times.png"
+                console.print(f"  {line}", style="red" if "is wrong" in line else "dim")
+    console.print(report.legend(device.type), style="dim")
+    console.print(f"\n{report.summary(results)}", style="bold", soft_wrap=True)
+    path = arguments.out / "times.png"
     report.chart(results, path, heading)
-    console.print(f"chart: {path}", highlight=False, markup=False, soft_wrap=True)
-    if json_file is not None:
-        json_file.write_text(json.dumps(report.as_json(results, device, dtype), indent=1) + "\n")
-        console.print(f"rows: {json_file}", highlight=False, markup=False, soft_wrap=True)
+    console.print(f"chart: {path}", soft_wrap=True)
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(report.as_json(results, device, dtype), indent=1) + "\n")
+        console.print(f"rows: {arguments.json}", soft_wrap=True)
     return int(any(row.wrong for rows in results for row in rows))
-
-
-def _heading(device: torch.device, dtype: torch.dtype, precision: Precision) -> str:
-    name = str(dtype).removeprefix("torch.") + (f" ({precision})" if dtype == torch.float32 else "")
-    versions = f"torch {torch.__version__}, Python {platform.python_version()}"
-    return f"gemmconv {__version__} on {info.device_text(device)}: {name}, {versions}"
 
 
 if __name__ == "__main__":

@@ -48,7 +48,6 @@ class DeviceSpec:
     multiprocessors: int  # number of multiprocessors
     clock: float  # cycles per second
     bandwidth: float  # bytes per second that its memory moves
-    l2_bytes: int  # bytes of its L2 cache
     fp32_per_clock: int  # float32 operations of one multiprocessor per cycle; a multiply-add counts as two
     tf32: float  # tf32, half: operations per second of dense products in TF32, and in 16 bits summed in float32
     half: float
@@ -94,16 +93,14 @@ class DeviceSpec:
         return self.ratio("bandwidth") / self.ratio("cycles")
 
 
-def _row(
-    name: str, capability: Capability, multiprocessors: int, clock: float, bandwidth: float, l2: int
-) -> DeviceSpec:
-    """The properties of a GPU from its data sheet: clock in GHz, bandwidth in TB/s, L2 cache in MiB."""
+def _row(name: str, capability: Capability, multiprocessors: int, clock: float, bandwidth: float) -> DeviceSpec:
+    """The properties of a GPU from its data sheet: clock in GHz, bandwidth in TB/s."""
     fp32, tf32, half, _ = _multiprocessor(capability)
     if capability == (8, 9) and "GeForce" in name:
         tf32, half = tf32 // 2, half // 2
     cycles = multiprocessors * clock * 1e9
     rates = fp32, tf32 * cycles, half * cycles
-    return DeviceSpec(name, capability, multiprocessors, clock * 1e9, bandwidth * 1e12, l2 << 20, *rates)
+    return DeviceSpec(name, capability, multiprocessors, clock * 1e9, bandwidth * 1e12, *rates)
 
 
 def _multiprocessor(capability: Capability) -> tuple[int, int, int, int]:
@@ -116,16 +113,16 @@ def _multiprocessor(capability: Capability) -> tuple[int, int, int, int]:
 KNOWN = {
     spec.name: spec
     for spec in (
-        _row("NVIDIA H200", HOPPER, 132, 1.755, 4.8, 50),
-        _row("NVIDIA H100 80GB HBM3", HOPPER, 132, 1.83, 3.35, 50),
-        _row("NVIDIA H100 PCIe", HOPPER, 114, 1.755, 2.04, 50),
-        replace(_row("NVIDIA H20", HOPPER, 78, 1.98, 4.0, 60), tf32=74e12, half=148e12),
-        _row("NVIDIA A100-SXM4-80GB", AMPERE, 108, 1.41, 2.04, 40),
-        _row("NVIDIA L4", (8, 9), 58, 2.04, 0.3, 48),
-        _row("NVIDIA L40S", (8, 9), 142, 2.52, 0.864, 96),
-        _row("NVIDIA GeForce RTX 4090", (8, 9), 128, 2.52, 1.008, 72),
-        _row("NVIDIA B200", (10, 0), 148, 1.85, 8.0, 126),
-        _row("NVIDIA GeForce RTX 5090", (12, 0), 170, 2.407, 1.792, 96),
+        _row("NVIDIA H200", HOPPER, 132, 1.755, 4.8),
+        _row("NVIDIA H100 80GB HBM3", HOPPER, 132, 1.83, 3.35),
+        _row("NVIDIA H100 PCIe", HOPPER, 114, 1.755, 2.04),
+        replace(_row("NVIDIA H20", HOPPER, 78, 1.98, 4.0), tf32=74e12, half=148e12),
+        _row("NVIDIA A100-SXM4-80GB", AMPERE, 108, 1.41, 2.04),
+        _row("NVIDIA L4", (8, 9), 58, 2.04, 0.3),
+        _row("NVIDIA L40S", (8, 9), 142, 2.52, 0.864),
+        _row("NVIDIA GeForce RTX 4090", (8, 9), 128, 2.52, 1.008),
+        _row("NVIDIA B200", (10, 0), 148, 1.85, 8.0),
+        _row("NVIDIA GeForce RTX 5090", (12, 0), 170, 2.407, 1.792),
     )
 }
 MEASURED = KNOWN["NVIDIA H100 80GB HBM3"]  # torch's operator and the portable kernels were measured on it
@@ -176,8 +173,7 @@ def _read(index: int) -> DeviceSpec:
     # Clocks in kHz, bus width in bits; 0 in older versions of torch. Memory transfers twice per cycle.
     clock = getattr(properties, "clock_rate", 0) / 1e6 or 1.5
     bandwidth = 2e3 * getattr(properties, "memory_clock_rate", 0) * getattr(properties, "memory_bus_width", 0) / 8
-    l2 = getattr(properties, "L2_cache_size", 0) >> 20
-    return _row(name, capability, properties.multi_processor_count, clock, bandwidth / 1e12 or 1.0, l2)
+    return _row(name, capability, properties.multi_processor_count, clock, bandwidth / 1e12 or 1.0)
 
 
 def make_current(device: torch.device) -> AbstractContextManager[object]:

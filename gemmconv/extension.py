@@ -31,13 +31,12 @@ def extension() -> Any | None:
     if wanted == "python":
         return None
     try:
-        found = import_module("gemmconv._extension")
+        return import_module("gemmconv._extension")
     except ImportError as error:
-        if wanted == "c":
-            way_out = "run `make executor`, or install gemmconv where there is a C compiler"
-            raise KernelError(f"{_ENVIRONMENT}=c needs the extension, got {error}; {way_out}") from error
-        return None
-    return found
+        if wanted != "c":
+            return None
+        way_out = "run `make executor`, or install gemmconv where there is a C compiler"
+        raise KernelError(f"{_ENVIRONMENT}=c needs the extension, got {error}; {way_out}") from error
 
 
 @cache

@@ -213,8 +213,7 @@ def choose(config: Config, requested: str, where: str, direction: Direction = "f
     """
     if requested != "auto":
         named = BY_NAME[requested]
-        serves_forward = named.why_not(config) is None
-        if serves_forward and named.why_not(config, direction) is not None:
+        if named.why_not(config) is None and named.why_not(config, direction) is not None:
             named = _GEMM_COL2IM  # which serves every gradient of a layer whose forward pass it serves
         if (reason := named.why_not(config)) is not None:
             raise NotImplementedError(f'{where}: {named.name}: {reason}; or use algorithm="auto"')

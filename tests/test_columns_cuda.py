@@ -99,9 +99,9 @@ def test_volumes_match_torch(problem, dtype, limit, poison):
     of_input, of_weight, _ = torch.autograd.grad(output, exact, grad_output.double())
     poison("cpu")
     algorithm = gemm_col2im.GemmCol2im()
-    found = algorithm.forward(config)(input, weight, bias), algorithm.input_grad(config)(grad_output, weight)
-    found += (algorithm.weight_grad(config)(grad_output, input),)
-    found += algorithm.grads(config, config)(grad_output, input, weight)
+    forward, input_grad, weight_grad, grads = (algorithm.prepare(config, direction) for direction in PASSES)
+    found = forward(input, weight, bias), input_grad(grad_output, weight), weight_grad(grad_output, input)
+    found += grads(grad_output, input, weight)
     for one, other in zip(found, (output, of_input, of_weight, of_input, of_weight), strict=True):
         assert one.dtype == dtype
         assert (one.double() - other).norm() <= (3e-6 if dtype is torch.float32 else 5e-3) * other.norm()
@@ -114,7 +114,7 @@ def check(case, dtype, limit, last, poison):
     if limit is not None:
         config = dataclasses.replace(config, workspace_limit=limit)
     for direction in PASSES:
-        call = getattr(algorithm, direction)(*[config] * (2 if direction == "grads" else 1))
+        call = algorithm.prepare(config, direction)
         arguments = arguments_of(direction, data, arrange)
         poison("cpu")
         assert_right(call(*arguments), direction, case, config)
@@ -146,8 +146,7 @@ def test_emulated_products_see_a_wrong_stride(monkeypatch):
     monkeypatch.setattr(products.Columns, "_images", of_the_first_image)
     case = CASES[0]
     data = sample(case, torch.float32, "cpu")
-    output = gemm_col2im.GemmCol2im().forward(Config(problem_of(case), torch.float32, GPU))(
-        data.input, data.weight, data.bias
-    )
+    forward = gemm_col2im.GemmCol2im().prepare(Config(problem_of(case), torch.float32, GPU), "forward")
+    output = forward(data.input, data.weight, data.bias)
     with pytest.raises(AssertionError, match="relative error"):
         reference.assert_close(output, expected(case, torch.float32).output, torch.float32, "ieee")

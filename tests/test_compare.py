@@ -119,7 +119,7 @@ def test_measure_gives_a_row_for_torch_auto_and_each_algorithm():
     steps = []
     rows = measure.measure_layer(SMALL, CPU, torch.float32, None, steps.append)
     assert [row.algorithm for row in rows] == [measure.BASELINE, measure.AUTO, *(a.name for a in measure.ALGORITHMS)]
-    assert len(steps) == measure.steps_per_layer()
+    assert len(steps) == measure.STEPS_PER_LAYER
     (chosen,) = [row.algorithm for row in rows if row.chosen]
     backward = explain(SMALL.problem, bias=True).gradients
     assert [row.taken for row in rows if row.taken] == [rows[1].taken] == [(chosen, *backward)]

@@ -176,7 +176,7 @@ def test_both_executors_ask_for_the_same(operation, programs, checked, tmp_path)
         for dtype, precision in (*kinds, (torch.float16, "ieee")):
             config = Config(problem_of(case), dtype, GPU, precision)
             for direction in ("forward", "input_grad", "weight_grad"):
-                calls.append((getattr(GemmCol2im(), direction)(config), direction, sample(case, dtype, "cpu")))
+                calls.append((GemmCol2im().prepare(config, direction), direction, sample(case, dtype, "cpu")))
     else:
         run = ONE_OF_EACH[operation]
         calls.append((run.prepare(), run.direction, sample(run.case, run.dtype, "cpu")))
@@ -436,7 +436,7 @@ def test_calls_keep_no_memory(algorithm, in_both):
 def test_a_launch_that_fails_says_which(in_both):
     """Blocks have 1024 threads at most. What runs next runs."""
     config = Config(problem_of(CASES["direct"]), torch.float32, GPU)
-    kernel = Direct().forward(config).kernels[0]
+    kernel = Direct().prepare(config, "forward").kernels[0]
     too_many = executor.Launch(kernel, (3, 2, 1), (2048, 1, 1), 0, False, bytes(1024), [], [])
     run, _ = executor.prepare(GPU, [], [too_many])
     shape = r"grid \(3, 2, 1\), block \(2048, 1, 1\), 0 bytes"

@@ -309,13 +309,12 @@ def broken(monkeypatch):
     def preference(config, direction="forward"):
         return sorted(plain(config, direction), key=lambda item: item[0].name != "gemm_col2im")
 
-    def prepare(direction):
+    def prepare(self, config, direction, tile=None):
         prepared.append(direction)
         does_not_compile()
 
     monkeypatch.setattr(selection, "preference", preference)
-    for direction in ("forward", "input_grad", "weight_grad", "grads"):
-        monkeypatch.setattr(GemmCol2im, direction, lambda *_, direction=direction: prepare(direction))
+    monkeypatch.setattr(GemmCol2im, "prepare", prepare)
     return prepared
 
 
@@ -386,7 +385,7 @@ def test_gemm_col2im_loads_its_kernel_when_it_is_prepared(direction, monkeypatch
     monkeypatch.setattr(cublas, "library", lambda: None)
     monkeypatch.setattr(launch, "load", does_not_compile)
     with pytest.raises(CompileError):
-        getattr(GemmCol2im(), direction)(Config(PROBLEM, torch.float32, GPU))
+        GemmCol2im().prepare(Config(PROBLEM, torch.float32, GPU), direction)
 
 
 def test_a_cublas_that_is_not_there_is_an_error_of_kernels(monkeypatch):

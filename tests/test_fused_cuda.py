@@ -342,7 +342,7 @@ def test_gradients_of_strides_that_no_tensor_map_takes_match_reference(case, num
     data = sample(case, config.dtype, "cuda")
     arrange = channels_last if layout == "channels_last" else torch.Tensor.contiguous
     for direction in ("weight_grad", "input_grad"):
-        call = getattr(choose(config, "fused", "test", direction), direction)(config)
+        call = choose(config, "fused", "test", direction).prepare(config, direction)
         arguments = arguments_of(direction, data, arrange)
         poison("cuda")
         assert_right(call(*arguments), direction, case, config)

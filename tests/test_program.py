@@ -2,7 +2,6 @@
 
 import ctypes
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -108,14 +107,13 @@ def test_torchs_operator_computes_one_gradient_after_a_program_of_the_other(ours
     case, ran = Case(2, 4, 3, (5, 6), (3, 3)), []
     data, exact = sample(case, torch.float32, "cpu"), expected(case, torch.float32)
     chosen = {"input_grad": NATIVE, "weight_grad": NATIVE, ours: GemmCol2im()}
-    torchs = {name: getattr(NATIVE, name) for name in chosen}
+    torchs = NATIVE.prepare
 
-    def recorded(name, config):
-        call = torchs[name](config)
-        return lambda *tensors: ran.append(name) or call(*tensors)
+    def recorded(config, direction):
+        call = torchs(config, direction)
+        return lambda *tensors: ran.append(direction) or call(*tensors)
 
-    for name in chosen:
-        monkeypatch.setattr(NATIVE, name, partial(recorded, name))
+    monkeypatch.setattr(NATIVE, "prepare", recorded)
     bound = Program.bound
     monkeypatch.setattr(Program, "bound", lambda *of: lambda *tensors: ran.append("program") or bound(*of)(*tensors))
     config = Config(problem_of(case), torch.float32, GPU)

@@ -2,6 +2,7 @@
 
 import io
 import marshal
+import re
 import subprocess
 import sys
 import threading
@@ -53,7 +54,8 @@ def test_a_process_compiles_the_same_and_lives_on():
         return first, process
 
     (found, process), expected = in_a_thread(compile_twice), compiler.compile(*SMALL, "sm_90a")
-    assert (found.cubin, found.registers) == (expected.cubin, expected.registers)
+    assert found.cubin == expected.cubin
+    assert re.findall(r"Used \d+ registers", found.log) == re.findall(r"Used \d+ registers", expected.log) != []
     assert process.poll() is not None
     assert process not in worker._processes
 

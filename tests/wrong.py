@@ -12,22 +12,12 @@ class Wrong(Native):
     def __init__(self, direction, damage):
         self.direction, self.damage = direction, damage
 
-    def _prepare(self, direction, config):
-        call = getattr(super(), direction)(config)
+    def prepare(self, config, direction, tile=None):
+        if direction == "grads":
+            input_grad, weight_grad = self.prepare(config, "input_grad"), self.prepare(config.of_weight, "weight_grad")
+            return lambda grad_output, input, weight: (input_grad(grad_output, weight), weight_grad(grad_output, input))
+        call = super().prepare(config, direction)
         return call if direction != self.direction else lambda *tensors: self.damage(call(*tensors))
-
-    def forward(self, config):
-        return self._prepare("forward", config)
-
-    def input_grad(self, config):
-        return self._prepare("input_grad", config)
-
-    def weight_grad(self, config):
-        return self._prepare("weight_grad", config)
-
-    def grads(self, config, weight_config):
-        input_grad, weight_grad = self.input_grad(config), self.weight_grad(weight_config)
-        return lambda grad_output, input, weight: (input_grad(grad_output, weight), weight_grad(grad_output, input))
 
 
 def off(result):

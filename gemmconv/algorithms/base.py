@@ -13,12 +13,9 @@ import torch
 
 from gemmconv import tuned
 from gemmconv.kernels.base import (
-    BothGradients,
     Choice,
     Config,
     Direction,
-    Forward,
-    Gradient,
     Kernel,
     Pass,
     choices,
@@ -39,12 +36,10 @@ class Algorithm(ABC):
 
     Attributes:
         name: the value of ``algorithm=``.
-        summary: one line that describes it.
         kernels: kernels that compute its passes; if none can, the first one for the pass gives the reason.
     """
 
     name: ClassVar[str]
-    summary: ClassVar[str]
     kernels: tuple[Kernel, ...]
 
     def host_seconds(self, config: Config, direction: Pass) -> float:
@@ -54,8 +49,8 @@ class Algorithm(ABC):
         """
         if config.device.type != "cuda":
             return 0.0
-        tables = {"forward": _COST.table("forward"), "grads": _COST.table("grads")}
-        return tables.get(direction, _COST.table("gradient")).get(self.name, 0.0)
+        table = _COST.table(direction if direction in ("forward", "grads") else "gradient")
+        return table.get(self.name, 0.0)
 
     def choice(self, config: Config, direction: Pass) -> Choice | None:
         """The tuned kernel and tile, else those with the least estimate; None if no kernel computes the pass."""
@@ -97,30 +92,15 @@ class Algorithm(ABC):
         choice = None if direction == "forward" else self.choice(config, direction)
         return choice is not None and choice.kernel.computed_in is torch.contiguous_format
 
-    def forward(self, config: Config) -> Forward:
-        """Prepare output = conv_transpose2d(input, weight, bias)."""
-        return self._prepare(config, "forward")
-
-    def input_grad(self, config: Config) -> Gradient:
-        """Prepare grad_input from (grad_output, weight)."""
-        return self._prepare(config, "input_grad")
-
-    def weight_grad(self, config: Config) -> Gradient:
-        """Prepare grad_weight from (grad_output, input)."""
-        return self._prepare(config, "weight_grad")
-
-    def grads(self, config: Config, weight_config: Config) -> BothGradients:
-        """Prepare both gradients at once, from (grad_output, input, weight), if :meth:`grads_estimate` is finite.
-
-        ``config`` is for the input's gradient, ``weight_config`` for the weight's; only their memory formats differ.
-        """
-        if self.choice(both := _of_both(config, weight_config), "grads") is None:
-            raise NotImplementedError(f"{self.name} computes one gradient after the other")
-        return self._prepare(both, "grads")
+    def prepare(self, config: Config, direction: Pass) -> Callable[..., Any]:
+        """Prepare the call of a pass that it serves; ``"grads"`` if :meth:`grads_estimate` is finite."""
+        choice = self.choice(config, direction)
+        assert choice is not None
+        return choice.kernel.prepare(config, direction, choice.tile)
 
     def grads_estimate(self, config: Config, weight_config: Config) -> float:
         """Estimated seconds of both gradients at once; infinite if one after the other is faster."""
-        choice = self.choice(_of_both(config, weight_config), "grads")
+        choice = self.choice(replace(config, weight_format=weight_config.memory_format), "grads")
         if choice is None:
             return math.inf
         one_by_one = self.estimate(config, "input_grad") + self.estimate(weight_config, "weight_grad")
@@ -128,17 +108,11 @@ class Algorithm(ABC):
         one_by_one -= max(map(grad_output_transpose_seconds, (config, weight_config)))
         return choice.seconds if choice.seconds < one_by_one else math.inf
 
-    def _prepare(self, config: Config, direction: Pass) -> Callable[..., Any]:
-        choice = self.choice(config, direction)
-        assert choice is not None
-        return choice.kernel.prepare(config, direction, choice.tile)
-
 
 class AlgorithmOfOne(Kernel, Algorithm):
     """An algorithm that is its own and only kernel; methods that both base classes have are defined here."""
 
     directions = ("forward", "input_grad", "weight_grad", "grads")
-    serves = "any layer"
 
     @property
     def kernels(self) -> tuple[Kernel, ...]:  # type: ignore[override]
@@ -149,6 +123,9 @@ class AlgorithmOfOne(Kernel, Algorithm):
 
     @abstractmethod
     def workspace_bytes(self, config: Config, direction: Pass, tile: Any = None) -> int: ...
+
+    @abstractmethod
+    def prepare(self, config: Config, direction: Pass, tile: Any = None) -> Callable[..., Any]: ...
 
     def estimate(self, config: Config, direction: Direction) -> float:
         return self.expected(config, direction, self.tile(config, direction))
@@ -165,14 +142,6 @@ class AlgorithmOfOne(Kernel, Algorithm):
     def tile(self, config: Config, direction: Pass) -> Any:
         return next(iter(self.tiles(config, direction)))
 
-    def _prepare(self, config: Config, direction: Pass) -> Callable[..., Any]:
-        return self.prepare(config, direction, None)
-
-
-def _of_both(config: Config, weight_config: Config) -> Config:
-    """The configuration of a call that computes both gradients at once."""
-    return replace(config, weight_format=weight_config.memory_format)
-
 
 @lru_cache(maxsize=4096)
 def _fitted(kernels: tuple[Kernel, ...], config: Config, direction: Pass, lacks: str | None) -> Choice | None:
@@ -183,10 +152,11 @@ def _fitted(kernels: tuple[Kernel, ...], config: Config, direction: Pass, lacks:
             tile = best.kernel.fitted(config, direction, best.tile)
             if tile is not None:
                 fitting.append(Choice(best.kernel, tile, best.kernel.expected(config, direction, tile)))
-    if not fitting:
-        able = tuple(kernel for kernel in kernels if kernel.why_not_device_or_dtype(config, direction) is None)
-        return _fastest(able, config, direction, lacks) if able else None
-    return min(fitting, key=lambda one: one.seconds)
+    if fitting:
+        return min(fitting, key=lambda one: one.seconds)
+    # A layer that none of them can compute is not searched for, and so adds nothing to the cache on disk.
+    able = tuple(kernel for kernel in kernels if kernel.why_not_device_or_dtype(config, direction) is None)
+    return _fastest(able, config, direction, lacks) if able else None
 
 
 @lru_cache(maxsize=4096)
@@ -196,15 +166,14 @@ def _fastest(kernels: tuple[Kernel, ...], config: Config, direction: Pass, lacks
     Choices depend on ``lacks``, too: it is the result of :func:`missing_software`.
     """
 
-    def key() -> object:
-        return [kernel.name for kernel in kernels], _text(config), direction
-
     def search() -> tuple[int, Any, float] | None:
         best = min(choices(config, direction, kernels), key=lambda choice: choice.seconds, default=None)
         return None if best is None else (kernels.index(best.kernel), best.tile, best.seconds)
 
-    on_disk = config.device.type == "cuda" and lacks is None
-    found = cached(key, search) if on_disk else search()
+    if config.device.type == "cuda" and lacks is None:
+        found = cached(lambda: ([kernel.name for kernel in kernels], _text(config), direction), search)
+    else:
+        found = search()
     return None if found is None else Choice(kernels[found[0]], *found[1:])
 
 

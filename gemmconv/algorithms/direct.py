@@ -14,7 +14,6 @@ from gemmconv.kernels.direct import forward, forward_mma, grads_mma, input_grad,
 
 class Direct(Algorithm):
     name = "direct"
-    summary = "one gather kernel, no workspace, specialised for the layer"
     kernels = (
         forward.KERNEL,
         forward_mma.KERNEL,

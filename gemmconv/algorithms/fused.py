@@ -24,7 +24,6 @@ from gemmconv.kernels.sm90 import (
 
 class Fused(Algorithm):
     name = "fused"
-    summary = "product and col2im in one kernel, on tensor cores or a CPU; no columns"
     kernels = (
         implicit_gemm.KERNEL,
         gemm_fold_rows.KERNEL,

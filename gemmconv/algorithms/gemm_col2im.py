@@ -52,13 +52,11 @@ _TERM_SECONDS = _GRADIENTS.table("term_seconds")
 
 ahead = ContextVar("ahead", default=False)  # whether a call is prepared ahead, before the user has made it
 
-_OF_INPUT, _OF_WEIGHT = ("input_grad", "grads"), ("weight_grad", "grads")
 _PARTIALS_SHARE = 4  # one part in so many of the workspace holds the partial sums of slices
 
 
 class GemmCol2im(AlgorithmOfOne):
     name = "gemm_col2im"
-    summary = "cuBLAS batched GEMM into a bounded column workspace, then a col2im kernel"
 
     computed_in = torch.contiguous_format
 
@@ -82,11 +80,9 @@ class GemmCol2im(AlgorithmOfOne):
         if direction == "forward" and in_c:
             return cpu.ring_bytes(config)
         columns = _column_elements(p, chunks) * cpu.dtype_of_columns(config, direction).itemsize
-        if direction in _OF_WEIGHT:
-            return columns + _partials(config, chunks) * _partial_bytes(config)
         if direction == "input_grad" and in_c:  # the product, before it goes to its rows
             columns += columns * p.gemm_k // max(1, p.gemm_m)
-        return columns
+        return columns + _partials(config, direction, chunks) * _partial_bytes(config)
 
     def seconds(self, config: Config, direction: Pass, tile: object = None) -> float:
         """Estimated seconds: columns written and read, products, weights read or summed for each image, launches.
@@ -103,13 +99,13 @@ class GemmCol2im(AlgorithmOfOne):
             return self.program(config, direction).prepare(config.device)
         self._warn_if_over_limit(config, direction)
         chunks = _chunks(config, direction)
-        slots = _partials(config, chunks) if direction in _OF_WEIGHT else 0
-        return cpu.prepare(config, direction, chunks, _column_elements(config.problem, chunks), slots)
+        elements, slots = _column_elements(config.problem, chunks), _partials(config, direction, chunks)
+        return cpu.prepare(config, direction, chunks, elements, slots)
 
     def program(self, config: Config, direction: Pass, tile: object = None) -> Program:
         self._warn_if_over_limit(config, direction)
         p, nchw, columns, steps = config.problem, torch.contiguous_format, Columns(config), list[Step]()
-        chunks, of_input, of_weight = _chunks(config, direction), direction in _OF_INPUT, direction in _OF_WEIGHT
+        chunks = _chunks(config, direction)
         scratch = {"columns": _column_elements(p, chunks) * cpu.dtype_of_columns(config, direction).itemsize}
         input, weight = Operand("input", image_format(config.of_weight)), Operand("weight", nchw)
         if direction == "forward":
@@ -117,19 +113,16 @@ class GemmCol2im(AlgorithmOfOne):
                 steps += [*columns.from_input(chunk), *columns.fold(chunk)]
             output = Output("output", p.output_shape, strides_of(p.output_shape, config.memory_format), nchw)
             return Program(config.dtype, (input, weight, Operand("bias", nchw)), (output,), tuple(steps), scratch)
-        slots = _partials(config, chunks) if of_weight else 0
+        of_input, of_weight = direction != "weight_grad", direction != "input_grad"
+        slots = _partials(config, direction, chunks)
         sum_bytes = slots * _partial_bytes(config)
-        in_place = slots == 1 and accumulator_dtype(config.dtype) == config.dtype
         operands, outputs = [Operand("grad_output", nchw)], list[Output]()
-        first = next(iter(chunks), None)
-        if first is None or not columns.fills(first, slots):
-            first = None  # no chunk alone writes all partial sums
+        # The first chunk overwrites the partial sums, if it alone writes all of them; else they are cleared before.
+        first = next((one for one in list(chunks)[:1] if columns.fills(one, slots)), None)
         if of_weight:
             operands.append(input)
             if first is None:
                 steps.append(Zero("partials", sum_bytes))
-            if not in_place:
-                scratch["partials"] = sum_bytes
         if of_input:
             operands.append(weight)
             outputs.append(grad_input_of(config, image_format(config)))
@@ -141,9 +134,10 @@ class GemmCol2im(AlgorithmOfOne):
                 steps += columns.weight_grad(chunk, slots, accumulates=chunk != first)
         if of_weight:
             outputs.append(grad_weight_of(p))
-            if in_place:
+            if slots == 1 and accumulator_dtype(config.dtype) == config.dtype:
                 steps = [step.renamed({"partials": "grad_weight"}) for step in steps]
             else:
+                scratch["partials"] = sum_bytes
                 steps.append(sum_partials(config, slots))
         return Program(config.dtype, tuple(operands), tuple(outputs), tuple(steps), scratch)
 
@@ -164,7 +158,8 @@ def _seconds(config: Config, direction: Pass) -> float:
     if direction == "forward":
         return _forward_seconds(config) + _transpose_seconds(config)
     chunks = _chunks(config, direction)
-    seconds = _unfolding_seconds(config, chunks)
+    moved = config.problem.column_bytes(config.dtype.itemsize) / config.spec.ratio("bandwidth")
+    seconds = chunks.count * _GRADIENTS.launch_seconds + moved / _GRADIENTS.copy_rate  # of im2col
     if direction != "grads":
         return seconds + _gradient_seconds(config, direction, chunks) + _transpose_seconds(config)
     seconds += _gradient_seconds(config.of_weight, "weight_grad", chunks)
@@ -200,12 +195,6 @@ def _forward_seconds(config: Config) -> float:
     return launches * _COST.launch_seconds + moved + problem.useful_flops / rate
 
 
-def _unfolding_seconds(config: Config, chunks: Chunking) -> float:
-    """Seconds of all launches of im2col."""
-    moved = config.problem.column_bytes(config.dtype.itemsize) / config.spec.ratio("bandwidth")
-    return chunks.count * _GRADIENTS.launch_seconds + moved / _GRADIENTS.copy_rate
-
-
 def _gradient_seconds(config: Config, direction: Direction, chunks: Chunking) -> float:
     """Seconds of the products of a gradient, and of adding up its partial sums.
 
@@ -215,7 +204,7 @@ def _gradient_seconds(config: Config, direction: Direction, chunks: Chunking) ->
     p, spec, itemsize, kind = config.problem, config.spec, config.dtype.itemsize, _kind(config)
     pixels, images = chunks.in_rows * p.input_size[-1], min(chunks.images, p.batch)
     if direction == "weight_grad":
-        parts = [part[1:] for part in slices_of(pixels, longest_sum(config), _partials(config, chunks))]
+        parts = [part[1:] for part in slices_of(pixels, longest_sum(config), _partials(config, direction, chunks))]
         results, weights_row = (p.gemm_m, p.gemm_k), p.gemm_m * accumulator_dtype(config.dtype).itemsize
         partials = p.batch * -(-p.in_pixels // pixels) * sum(slices for slices, _ in parts)
         of_weights = 2 * partials * _partial_bytes(config) / _GRADIENTS.partials_rate
@@ -257,8 +246,10 @@ def _chunks(config: Config, direction: Pass) -> Chunking:
     return backward_chunks(p, itemsize, limit, _partial_bytes(config))
 
 
-def _partials(config: Config, chunks: Chunking) -> int:
-    """How many partial sums of the weight gradient are kept: one for each image of a chunk, or slice of its pixels."""
+def _partials(config: Config, direction: Pass, chunks: Chunking) -> int:
+    """How many partial sums of a weight gradient are kept: one for each image of a chunk, or slice of its pixels."""
+    if direction in ("forward", "input_grad"):
+        return 0
     slices = chunks.in_rows * config.problem.input_size[-1] // longest_sum(config)
     fitting = config.workspace_limit // _PARTIALS_SHARE // max(1, _partial_bytes(config))
     return max(chunks.images, min(slices, fitting))

@@ -17,14 +17,13 @@ import torch
 
 from gemmconv.algorithms.base import AlgorithmOfOne
 from gemmconv.geometry import Shape4
-from gemmconv.kernels.base import BothGradients, Config, Forward, Gradient, Pass, restrided, strides_of
+from gemmconv.kernels.base import Config, Forward, Gradient, Pass, restrided, strides_of
 from gemmconv.kernels.cpu import estimate
 from gemmconv.kernels.measured import roofline, torchs_seconds
 
 
 class Native(AlgorithmOfOne):
     name = "native"
-    summary = "torch's own operator: cuDNN on CUDA, oneDNN on the CPU"
 
     def why_not(self, config: Config, direction: Pass = "forward") -> str | None:
         on_cuda_float32 = config.device.type == "cuda" and config.dtype == torch.float32
@@ -62,12 +61,17 @@ class Native(AlgorithmOfOne):
         """None: torch's operator."""
 
     def prepare(self, config: Config, direction: Pass, tile: object = None) -> Callable[..., Any]:
-        if direction == "grads":
-            return self.grads(config, config.of_weight)
-        call: Callable[..., Any] = getattr(self, direction)(config)
-        return call
+        if direction == "forward":
+            return self._forward(config)
+        if direction == "input_grad":
+            return self._input_grad(config)
+        weight_config = config.of_weight
+        if direction == "weight_grad" or config.memory_format is weight_config.memory_format:
+            return _WeightGradient(config, with_input=direction == "grads")
+        first, second = self._input_grad(config), _WeightGradient(weight_config)
+        return lambda grad_output, input, weight: (first(grad_output, weight), second(grad_output, input))
 
-    def forward(self, config: Config) -> Forward:
+    def _forward(self, config: Config) -> Forward:
         p = config.problem
         strides = strides_of(p.output_shape, config.memory_format)
         settings = _settings(config)
@@ -79,7 +83,7 @@ class Native(AlgorithmOfOne):
 
         return call
 
-    def input_grad(self, config: Config) -> Gradient:
+    def _input_grad(self, config: Config) -> Gradient:
         """Prepare the input gradient, by ``conv2d`` where that is equivalent: it takes half the host time."""
         p, settings = config.problem, _settings(config)
         strides = strides_of(p.input_shape, config.memory_format)
@@ -99,15 +103,6 @@ class Native(AlgorithmOfOne):
             return restrided(backward(grad_output, input, weight)[0], strides)
 
         return call
-
-    def weight_grad(self, config: Config) -> Gradient:
-        return _WeightGradient(config)
-
-    def grads(self, config: Config, weight_config: Config) -> BothGradients:
-        if config.memory_format is not weight_config.memory_format:
-            first, second = self.input_grad(config), self.weight_grad(weight_config)
-            return lambda grad_output, input, weight: (first(grad_output, weight), second(grad_output, input))
-        return _WeightGradient(config, with_input=True)
 
     def grads_estimate(self, config: Config, weight_config: Config) -> float:
         """Seconds of one call for both gradients, which torch computes in sequence; infinite on Hopper."""

@@ -11,11 +11,9 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-_DEMO_MODULES = ("rich", "matplotlib", "PIL")
-
 
 def require_demo_extra() -> None:
     """Raise ModuleNotFoundError if a package of the extra ``demo`` is not installed; the message names the extra."""
-    missing = [name for name in _DEMO_MODULES if find_spec(name) is None]
+    missing = [name for name in ("rich", "matplotlib", "PIL") if find_spec(name) is None]
     if missing:
         raise ModuleNotFoundError(f"the comparison needs {', '.join(missing)}; run: pip install 'gemmconv[demo]'")

@@ -29,6 +29,7 @@ _TF32_BAR = 5e-4
 # Most flops of the float64 reference's forward pass, which limits the images that are compared; the last always is.
 _REFERENCE_FLOPS = {"cuda": 1e11, "cpu": 1e10}
 
+STEPS_PER_LAYER = 5 + len(ALGORITHMS)  # of which :func:`measure_layer` gives the names
 Step = Callable[[str], None]
 
 
@@ -113,11 +114,6 @@ def spread_images(batch: int, most: int) -> list[int]:
     return sorted({last - round(i * last / max(1, count - 1)) for i in range(count)})
 
 
-def steps_per_layer() -> int:
-    """How many steps :func:`measure_layer` reports."""
-    return 5 + len(ALGORITHMS)
-
-
 def measure_layer(
     layer: Layer, device: torch.device, dtype: torch.dtype, precision: Precision | None, step: Step = lambda name: None
 ) -> list[Row]:
@@ -130,7 +126,7 @@ def measure_layer(
         layer, dtype: the layer, at the size to measure, and the element type of its tensors.
         device: where to run; a CUDA device carries its index.
         precision: rounding of float32 products; None for torch's setting.
-        step: called with the name of each step as it begins, ``steps_per_layer()`` times.
+        step: called with the name of each step as it begins, ``STEPS_PER_LAYER`` times.
 
     Returns:
         A row for torch, one for ``auto``, then one for each entry of ``ALGORITHMS``, in their order.

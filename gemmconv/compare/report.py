@@ -159,22 +159,23 @@ def chart(results: Sequence[Sequence[Row]], path: Path, heading: str) -> None:
     from matplotlib.figure import Figure
 
     groups = [sorted(rows, key=lambda row: row.algorithm != AUTO) for rows in results]
-    lines = sum(len(rows) + _GAP_LINES for rows in groups)
-    figure = Figure(figsize=(13, 1.7 + 0.25 * lines), dpi=150, layout="constrained")
+    height = sum(len(rows) + _GAP_LINES for rows in groups)
+    figure = Figure(figsize=(13, 1.7 + 0.25 * height), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2, sharex=True, sharey=True)
-    _panel(left, groups, "forward pass", lambda row: (row.forward_ms, row.forward_ratio))
-    _panel(right, groups, "forward and backward pass", lambda row: (row.both_ms, row.both_ratio))
-    position, names = 0.0, {}
+    position, lines = 0.0, list[tuple[float, Row]]()
     for rows in groups:
         layer, note = rows[0].layer, rows[0].layer.shrink_note()
         name = left.text(0, position - 0.6, layer.name, fontsize=9.5, weight="bold")
         text = f":  {layer.describe()}" + (f" (made smaller: {note})" if note else "")
         left.annotate(text, (1, 0), xycoords=name, fontsize=8.5, va="bottom").set_in_layout(False)  # over both panels
-        names.update({position + index: row.algorithm + " *" * row.chosen for index, row in enumerate(rows)})
+        lines += [(position + index, row) for index, row in enumerate(rows)]
         position += len(rows) + _GAP_LINES
-    left.set_yticks(list(names), list(names.values()), fontsize=9)
-    ratios = [ratio or 0.0 for rows in groups for row in rows for ratio in (row.forward_ratio, row.both_ratio)]
+    _panel(left, lines, "forward pass", lambda row: (row.forward_ms, row.forward_ratio))
+    _panel(right, lines, "forward and backward pass", lambda row: (row.both_ms, row.both_ratio))
+    names = [row.algorithm + " *" * row.chosen for _, row in lines]
+    left.set_yticks([at for at, _ in lines], names, fontsize=9)
+    ratios = [ratio or 0.0 for _, row in lines for ratio in (row.forward_ratio, row.both_ratio)]
     left.set_xlim(0, 1.35 * max(1.0, *ratios))  # room for the text at the end of the longest bar
     left.set_ylim(position - _GAP_LINES - 0.4, -1.4)
     for label in left.get_yticklabels():
@@ -186,32 +187,28 @@ def chart(results: Sequence[Sequence[Row]], path: Path, heading: str) -> None:
 
 def _panel(
     axes: Axes,
-    groups: Sequence[Sequence[Row]],
+    lines: Sequence[tuple[float, Row]],
     title: str,
     measured: Callable[[Row], tuple[float | None, float | None]],
 ) -> None:
-    """One bar for each row, with its ratio and time; torch's bars have the length 1."""
-    position = 0.0
-    for rows in groups:
-        axes.vlines(1, position - 0.5, position + len(rows) - 0.5, color="black", linewidth=1, zorder=3)
-        for row in rows:
-            time, ratio = measured(row)
-            length, text, colour = ratio or 0.0, f"{times_text(ratio)}  ({_milliseconds(time)} ms)", "black"
-            if row.skipped:
-                text, colour = "not run", "dimgrey"
-            elif row.wrong:
-                text, colour = "wrong result, no time", _WRONG_COLOUR
-            elif row.algorithm == BASELINE:
-                length, text = 1.0, f"{_milliseconds(time)} ms"
-            elif ratio is None:
-                text = f"{_milliseconds(time)} ms, not in torch's precision"
-            elif row.algorithm == AUTO and ratio < _SLOWER:
-                colour = _WRONG_COLOUR
-            axes.barh(position, length, height=0.84, color=_COLOURS.get(row.algorithm, _OTHER_COLOUR))
-            weight = "bold" if row.algorithm == AUTO else "normal"
-            axes.text(max(length, 1.0), position, f" {text}", va="center", fontsize=9, color=colour, weight=weight)
-            position += 1
-        position += _GAP_LINES
+    """One bar for each row, at its place, with its ratio and time; torch's bars have the length 1."""
+    for position, row in lines:
+        axes.vlines(1, position - 0.5, position + 0.5, color="black", linewidth=1, zorder=3)
+        time, ratio = measured(row)
+        length, text, colour = ratio or 0.0, f"{times_text(ratio)}  ({_milliseconds(time)} ms)", "black"
+        if row.skipped:
+            text, colour = "not run", "dimgrey"
+        elif row.wrong:
+            text, colour = "wrong result, no time", _WRONG_COLOUR
+        elif row.algorithm == BASELINE:
+            length, text = 1.0, f"{_milliseconds(time)} ms"
+        elif ratio is None:
+            text = f"{_milliseconds(time)} ms, not in torch's precision"
+        elif row.algorithm == AUTO and ratio < _SLOWER:
+            colour = _WRONG_COLOUR
+        axes.barh(position, length, height=0.84, color=_COLOURS.get(row.algorithm, _OTHER_COLOUR))
+        weight = "bold" if row.algorithm == AUTO else "normal"
+        axes.text(max(length, 1.0), position, f" {text}", va="center", fontsize=9, color=colour, weight=weight)
     axes.set_xlabel("times torch's speed (longer is faster; the line is torch)", fontsize=9)
     axes.set_title(title, fontsize=11)
     axes.tick_params(axis="y", length=0)

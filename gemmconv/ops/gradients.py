@@ -28,7 +28,7 @@ def prepare_gradient(
     """Prepare one gradient: the input's from (grad_output, weight), or the weight's from (grad_output, input)."""
     if (program := pass_program(direction, algorithm, config)) is not None:
         return _bind_gradients(program, tensors, convention)
-    return _convert_results(direction, getattr(algorithm, direction)(config), tensors[0], convention)
+    return _convert_results(direction, algorithm.prepare(config, direction), tensors[0], convention)
 
 
 def prepare_gradients(
@@ -52,11 +52,12 @@ def both_gradients(
 ) -> Callable[..., tuple[Tensor, Tensor]]:
     """Prepare both gradients: one call if an algorithm has it, else two, for which grad_output is transposed once."""
     if gradients.at_once or gradients.are_torchs_in_one_call(config, weight_config):
-        return gradients.input_grad.grads(config, weight_config)
+        both = replace(config, weight_format=weight_config.memory_format)
+        return gradients.input_grad.prepare(both, "grads")
     output_shape, nchw = config.problem.output_shape, torch.contiguous_format
     transpose = to_format(config, output_shape, nchw) if gradients.share else None
-    input_grad = gradients.input_grad.input_grad(config)
-    weight_grad = gradients.weight_grad.weight_grad(weight_config)
+    input_grad = gradients.input_grad.prepare(config, "input_grad")
+    weight_grad = gradients.weight_grad.prepare(weight_config, "weight_grad")
 
     def call(grad_output: Tensor, input: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         if transpose is not None:

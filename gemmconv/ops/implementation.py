@@ -123,7 +123,7 @@ def _prepare_forward(algorithm: Algorithm, config: Config, tensors: Tensors, con
         program = with_signal_output(program) if convention.is_signal else program
         operands = with_parameter_dtype(tensors, convention.parameter_dtype)
         return also_return_casts(program, tensors, convention).bound(config.device, operands)
-    call = algorithm.forward(config)
+    call = algorithm.prepare(config, "forward")
     if convention.is_signal:
         return lambda input, weight, bias: call(input.unsqueeze(-2), weight.unsqueeze(-2), bias).squeeze(-2)
     return _cast_parameters(call, config.dtype, convention)

@@ -10,8 +10,6 @@ import torch
 
 from gemmconv.runtime import sources
 
-_COMPILED_BY = {12: "nvidia-cuda-nvrtc-cu12", 13: "nvidia-cuda-nvrtc"}  # packages of NVRTC, by major version
-
 
 def what_is_missing(capability: tuple[int, int]) -> str | None:
     """Why this machine cannot compile or load kernels for a compute capability, and the remedy.
@@ -28,8 +26,7 @@ def what_is_missing(capability: tuple[int, int]) -> str | None:
     try:
         with warnings.catch_warnings():  # a user's filter may turn them into errors
             warnings.simplefilter("ignore")
-            for module in ("launch", "tensor_map"):  # these import all packages that are needed
-                importlib.import_module(f"gemmconv.runtime.{module}")
+            importlib.import_module("gemmconv.runtime.launch")  # which imports all packages that are needed
         compiler, architectures, driver = _versions()
     except Exception as error:  # each library raises its own type if it is missing or incomplete
         extra = f"gemmconv[{_extra(torch.version.cuda or '')}]"
@@ -41,7 +38,7 @@ def what_is_missing(capability: tuple[int, int]) -> str | None:
             f"update the driver, or pip install 'gemmconv[{_extra(_text(driver))}]'"
         )
     if 10 * capability[0] + capability[1] not in architectures:
-        package = _COMPILED_BY.get(compiler[0], _COMPILED_BY[13])
+        package = "nvidia-cuda-nvrtc-cu12" if compiler[0] == 12 else "nvidia-cuda-nvrtc"
         return (
             f"NVRTC must know the device's compute capability {_text(capability)}, got NVRTC {_text(compiler)}; "
             f"pip install --upgrade {package}"

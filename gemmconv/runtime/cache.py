@@ -40,10 +40,8 @@ class KernelCache:
 
     def get(self, key: bytes) -> bytes | None:
         """The entry; None if there is none, or its digest is wrong."""
-        if self._files is None:
-            return None
         try:
-            entry = self._files.get(key)
+            entry = None if self._files is None else self._files.get(key)
         except OSError as error:
             self._warn(error)
             return None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
-import re
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import CancelledError
@@ -28,12 +27,10 @@ _cancelled = ctypes.create_string_buffer(b"0")  # "1" while compilations are to 
 
 @dataclass(frozen=True)
 class Compiled:
-    """A compiled source and, unless it comes from a cache, the figures of ptxas."""
+    """A compiled source."""
 
     cubin: bytes  # the machine code
-    log: str = ""  # the compiler's log; empty for a cache hit
-    registers: int | None = None  # most registers a thread of any kernel in it uses; None for a cache hit
-    spill_bytes: int | None = None  # bytes of register spills, stores and loads; None for a cache hit
+    log: str = ""  # the compiler's log, with the registers and spills that ptxas counts; empty for a cache hit
     seconds: float | None = None  # compile time; None for a cache hit
 
 
@@ -67,13 +64,7 @@ def compile(source_name: str, macros: Macros, arch: str, *, cache: KernelCache |
     _log.info("%s compiled for %s in %.0f ms", source_name, arch, 1e3 * seconds)
     if cache is not None:
         cache.put(_key(source, options), cubin)
-    return Compiled(
-        cubin,
-        log,
-        registers=max(map(int, re.findall(r"Used (\d+) registers", log)), default=None),
-        spill_bytes=sum(map(int, re.findall(r"(\d+) bytes spill", log))),
-        seconds=seconds,
-    )
+    return Compiled(cubin, log, seconds)
 
 
 def cached(source_name: str, macros: Macros, arch: str, cache: KernelCache) -> Compiled | None:

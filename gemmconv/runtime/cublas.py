@@ -49,16 +49,6 @@ def library() -> Any:
     return found
 
 
-def _handle() -> int:
-    """torch's cuBLAS handle for this thread, device and stream, with the default float32 mode and float32 sums.
-
-    torch sets the mode each time that it takes the handle, so nothing that is set here outlives the call.
-    """
-    value = torch.cuda.current_blas_handle()
-    _check(library().cublasSetMathMode(value, _DISALLOW_REDUCED_PRECISION_REDUCTION), "cublasSetMathMode")
-    return value
-
-
 def addresses() -> tuple[int, int]:
     """Addresses of cublasGemmStridedBatchedEx and cublasSetMathMode."""
     functions = library().cublasGemmStridedBatchedEx, library().cublasSetMathMode
@@ -105,13 +95,19 @@ class StridedBatchedGemm:
         return *self._extents, *self._transposed, *operands, *how
 
     def __call__(self, *addresses: int) -> None:
-        """Enqueue the product of A, B and C at these device addresses on torch's current stream."""
+        """Enqueue the product of A, B and C at these device addresses on torch's current stream.
+
+        torch's handle is that of this thread, device and stream. torch sets its mode whenever it takes the handle, so
+        the default float32 mode with float32 sums, which is set here, does not outlive the call.
+        """
         a, b, c = ((address, *one) for address, one in zip(addresses, self._matrices, strict=True))
         alpha = ctypes.addressof(self._scalars)
         beta = alpha + ctypes.sizeof(self._scalars) // 2
         how = self._batch, self._compute_type, _GEMM_DEFAULT
-        gemm = library().cublasGemmStridedBatchedEx
-        status = gemm(_handle(), *self._transposed, *self._extents, alpha, *a, *b, beta, *c, *how)
+        handle, cublas = torch.cuda.current_blas_handle(), library()
+        _check(cublas.cublasSetMathMode(handle, _DISALLOW_REDUCED_PRECISION_REDUCTION), "cublasSetMathMode")
+        gemm = cublas.cublasGemmStridedBatchedEx
+        status = gemm(handle, *self._transposed, *self._extents, alpha, *a, *b, beta, *c, *how)
         _check(status, "cublasGemmStridedBatchedEx")
 
 

@@ -64,11 +64,9 @@ class Gemm(NamedTuple):
     places: Sequence[Place]
 
     def described(self) -> tuple[int, ...]:
-        """See :meth:`Launch.described`."""
         return 1, *self.product.described(self.places)
 
     def run(self, addresses: Sequence[int], device: torch.device) -> None:
-        """See :meth:`Launch.run`."""
         self.product(*(addresses[index] + more for index, more in self.places))
 
 
@@ -79,11 +77,9 @@ class Zero(NamedTuple):
     size: int
 
     def described(self) -> tuple[int, ...]:
-        """See :meth:`Launch.described`."""
         return 2, *self.place, self.size
 
     def run(self, addresses: Sequence[int], device: torch.device) -> None:
-        """See :meth:`Launch.run`."""
         index, more = self.place
         if self.size:
             launch.clear(addresses[index] + more, self.size, device)

@@ -1,7 +1,7 @@
 """Runs the CUDA kernels of csrc/ on the CPU: their real source, every CUDA thread a fiber.
 
     with emulator.install(folder):
-        call = Direct().forward(Config(problem, torch.float32, torch.device("cpu")))
+        call = Direct().prepare(Config(problem, torch.float32, torch.device("cpu")), "forward")
         output = call(input, weight, bias)  # CPU tensors
 
 While it is installed, gemmconv's host code loads emulated kernels: the source is rewritten a little (translate.py),

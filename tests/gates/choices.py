@@ -65,7 +65,7 @@ def loads_of(config: Config, one: str) -> tuple[str, float, list[Load]]:
     with mock.patch("gemmconv.runtime.launch.load", note):
         if one != "grads":
             chosen = selection.choose(config, "auto", "", cast(Direction, one))
-            load(getattr(chosen, one)(config), config, cast(Direction, one))
+            load(chosen.prepare(config, cast(Direction, one)), config, cast(Direction, one))
             return chosen.name, chosen.estimate(config, cast(Direction, one)), loads
         gradients = pairs.choose_pair(config, config, "auto", "")
         inner = replace(config, memory_format=torch.channels_last) if gradients.via_channels_last else config
