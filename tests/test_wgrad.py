@@ -56,7 +56,7 @@ def random_nhwc(random):
         padding=random.choice(((0, 0), (0, 0), (1, 1), (0, 2), (2, 4))),
         dilation=(random.randint(1, 2), random.choice((1, 1, 2, 3))),
     )
-    return problem, wgrad_nhwc.tiles_of(problem)
+    return problem, wgrad_nhwc.KERNEL.tiles(config_of(problem, layout=torch.channels_last), "weight_grad")
 
 
 @functools.cache
