@@ -447,23 +447,22 @@ def _best_of(problem: Problem, itemsize: int, split: bool, limit: int, multiproc
 def _typical(problem: Problem, itemsize: int) -> Iterator[Problem]:
     """The layer at sizes that its tiles are chosen for: small images are as they are, of others rows that are lines."""
     (height, width), row = problem.input_size, input_width(problem, itemsize)
-    flat = row < 128 // itemsize and (128 // itemsize) % row == 0
+    flat = bool(_lines_of(problem, itemsize, flat=True))
     if problem.in_pixels < _SMALL_PIXELS and (height > 1 or flat):
         yield replace(problem, batch=power_of_two_within(problem.batch, problem.batch))
         return
     if (planes := _planes(problem, itemsize)) is None:
         return
-    most = problem.batch * problem.in_pixels > _MOST_PIXELS
-    for batch, (rows, columns) in (_FEW, _MANY, *([_MOST] if most else [])):
+    usual = (_FEW, _MANY, _MOST) if problem.batch * problem.in_pixels > _MOST_PIXELS else (_FEW, _MANY)
+    for batch, (rows, columns) in usual:
         pixels = batch * rows * columns
         rows, columns = height if height < _LOW else rows, row if flat else columns
         if height == 1 and not flat:
             columns = pixels // _LOW
         batch = max(1, pixels // (rows * columns))
         # The first sizes from there on whose rows of outputs are as long as these, or as short.
-        widths = [width] if flat else range(columns, columns + 16)
-        sizes = ((row, column) for row in ([rows] if height < _LOW else range(rows, rows + 4)) for column in widths)
-        for size in sizes:
+        heights = [rows] if height < _LOW else range(rows, rows + 4)
+        for size in itertools.product(heights, [width] if flat else range(columns, columns + 16)):
             typical = replace(problem, batch=batch, input_size=size)
             if (own := _planes(typical, itemsize)) is not None and (own > 0) == (planes > 0):
                 yield typical

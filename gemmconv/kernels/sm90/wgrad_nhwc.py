@@ -124,6 +124,11 @@ class Tile:
         return images, height + self.taps_h.extra, width + self.taps_w.extra
 
     @property
+    def lines(self) -> int:
+        """Lines of a box of the input and of one of grad_output."""
+        return self.pixels + math.prod(self.box)
+
+    @property
     def boxes(self) -> int:
         """Boxes of grad_output."""
         return self.sides[1] * self.atoms * self.taps_h.boxes * self.taps_w.boxes
@@ -286,18 +291,6 @@ def _all_sizes(problem: Problem) -> Iterator[Size]:
 
 
 @functools.lru_cache(maxsize=1024)
-def _sizes(problem: Problem, extra_h: int, extra_w: int) -> list[Size]:
-    """The sizes of tiles that waste least, for boxes with so many rows and columns beyond those of a tile."""
-
-    def lines(size: Size) -> int:
-        images, rows, columns = size
-        tiles = -(-problem.batch // images) * -(-problem.input_size[0] // rows) * -(-problem.input_size[1] // columns)
-        return tiles * images * (rows * columns + (rows + extra_h) * (columns + extra_w))
-
-    return sorted((size for size in _all_sizes(problem) if size[0] < 2 * problem.batch), key=lines)[:8]
-
-
-@functools.lru_cache(maxsize=1024)
 def _menu_of(layer: Problem, multiprocessors: int) -> list[Tile]:
     """The tiles that a layer is compiled for, for images that are alike: those not much smaller than ``layer``'s.
 
@@ -359,12 +352,12 @@ class WgradNhwc(WeightGradKernel):
 
     def tiles(self, config: Config, direction: Pass) -> Iterator[Tile]:
         """The tiles that a layer may have, of the sizes that waste least."""
-        if _reaches(config.problem):
-            for tile in _layer_tiles(config.problem, config.spec.multiprocessors):
-                for size in _sizes(config.problem, tile.taps_h.extra, tile.taps_w.extra):
-                    sized = _sized(tile, size)
-                    if sized.possible and sized.slices(config.workspace_limit) > 0:
-                        yield sized
+        if not _reaches(config.problem):
+            return
+        sizes = [size for size in _all_sizes(config.problem) if size[0] < 2 * config.problem.batch]
+        for tile in _layer_tiles(config.problem, config.spec.multiprocessors):
+            sized = sorted((_sized(tile, size) for size in sizes), key=lambda one: one.tiles * one.lines)
+            yield from (one for one in sized[:8] if one.possible and one.slices(config.workspace_limit) > 0)
 
     def tile(self, config: Config, direction: Pass) -> Tile | None:
         """The tile of the layer's menu with the least estimate."""
