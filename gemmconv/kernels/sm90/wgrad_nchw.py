@@ -107,16 +107,9 @@ class Tile:
     @cached_property
     def slots(self) -> list[Pair]:
         """Where the pieces of rows of grad_output begin that a tile needs, after the first: rows and elements."""
-        columns = range(0, self.tile_w * self.problem.stride[1], self.segment * self.problem.stride[1])
-        return [*itertools.product(self._slot_rows, columns)]
-
-    @property
-    def slot_count(self) -> int:
-        return len(self._slot_rows) * -(-self.tile_w // self.segment)
-
-    @property
-    def _slot_rows(self) -> list[int]:
-        return _rows_read(self.rows, self.block_taps[0], self.problem.stride[0], self.problem.dilation[0])
+        (stride_h, stride_w), dilation_h = self.problem.stride, self.problem.dilation[0]
+        columns = range(0, self.tile_w * stride_w, self.segment * stride_w)
+        return _slots(self.rows, self.block_taps[0], stride_h, dilation_h, columns)
 
     @property
     def slot_of(self) -> list[list[int]]:
@@ -156,8 +149,8 @@ class Tile:
 
     @property
     def stage_bytes(self) -> int:
-        row = self.block_co * self.row_pitch
-        return (self.parts * self.lines * self.ci_tile * self.pixels + self.slot_count * row) * self.itemsize
+        outputs = len(self.slots) * self.block_co * self.row_pitch
+        return (self.parts * self.lines * self.ci_tile * self.pixels + outputs) * self.itemsize
 
     @property
     def parts(self) -> int:
@@ -176,7 +169,7 @@ class Tile:
         """Tiles of an image, down and across."""
         return -(-self.problem.input_size[0] // self.rows), -(-self.input_width // self.tile_w)
 
-    @property
+    @cached_property
     def tiles(self) -> int:
         return self.problem.batch * math.prod(self.tiles_image)
 
@@ -236,7 +229,7 @@ class Tile:
 
     @property
     def _copied_cycles(self) -> float:
-        (inputs, outputs), slots = self.box_channels, self.slot_count
+        (inputs, outputs), slots = self.box_channels, len(self.slots)
         inputs, outputs = self.lines * inputs, slots * outputs
         copied = (inputs * self.pixels + outputs * self.row_pitch) * self.itemsize
         boxes = self.lines + slots * max(1, self.planes)
@@ -280,8 +273,8 @@ class Tile:
         pixels = problem.batch * up_to_multiple(height, rows) * up_to_multiple(width, columns)
         steps = pixels * self.itemsize // _STEP_BYTES
         inputs, outputs = self.box_channels
-        rows_read = len(_rows_read(_MOST_ROWS, self.block_taps[0], problem.stride[0], problem.dilation[0])) / _MOST_ROWS
-        copied = _STEP_BYTES * (inputs + outputs * rows_read * problem.stride[1]) * _COST.byte_cycles
+        slots = _slots(_MOST_ROWS, self.block_taps[0], problem.stride[0], problem.dilation[0], range(1))
+        copied = _STEP_BYTES * (inputs + outputs * (len(slots) / _MOST_ROWS) * problem.stride[1]) * _COST.byte_cycles
         rounded = 2 * self.ci_tile * _ROUND_CYCLES[self.itemsize, 1 + self.split]
         step_cycles = max(self._step_cycles(1) + self._flush_cycles / most_steps, copied, rounded)
         step_cycles += _COST.tile_cycles / most_steps + copied * _COST.waited_share / (_MOST_STAGES - 1)
@@ -317,9 +310,10 @@ _OF_WEIGHTS = (
 
 
 @functools.lru_cache(maxsize=1024)
-def _rows_read(rows: int, taps: int, stride: int, dilation: int) -> list[int]:
-    """Rows of grad_output that neighbouring rows of pixels read."""
-    return sorted({row * stride + tap * dilation for row in range(rows) for tap in range(taps)})
+def _slots(rows: int, taps: int, stride: int, dilation: int, columns: range) -> list[Pair]:
+    """The rows of grad_output that neighbouring rows of pixels read, each with all of the columns."""
+    rows_read = {row * stride + tap * dilation for row in range(rows) for tap in range(taps)}
+    return [*itertools.product(sorted(rows_read), columns)]
 
 
 def input_width(problem: Problem, itemsize: int) -> int:
@@ -413,10 +407,8 @@ def _tile_of(problem: Problem, itemsize: int, split: bool, limit: int, multiproc
 
 def fitted(tile: Tile, problem: Problem, limit: int) -> Tile | None:
     """A tile of the same layer at other sizes, made for those of a problem; None where another kernel is compiled."""
-    planes = _planes(problem, tile.itemsize)
-    if planes is None or (planes > 0) != (tile.planes > 0):
-        return None
-    if tile.flat and input_width(problem, tile.itemsize) != tile.tile_w:
+    planes, width = _planes(problem, tile.itemsize), input_width(problem, tile.itemsize)
+    if planes is None or (planes > 0) != (tile.planes > 0) or (tile.flat and width != tile.tile_w):
         return None
     made = changed(tile, problem=problem, planes=planes)
     return made if made.slices(limit) > 0 else None
