@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 FOLDER = Path(__file__).parents[1] / "costs"
 
@@ -26,14 +26,14 @@ class Costs:
     AttributeError: 'costs of device' object has no attribute 'idle_clock'
     """
 
-    def __init__(self, kernel: str, values: dict[str, Any]) -> None:
-        self._kernel = kernel
-        for name, value in values.items():  # costs are plain attributes, the fastest to look up
+    if TYPE_CHECKING:  # at run time costs are plain attributes of the instance, the fastest to look up
+
+        def __getattr__(self, name: str) -> float: ...
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        for name, value in values.items():
             is_table = isinstance(value, dict)
             self.__dict__[name] = {_key(key): one for key, one in value.items()} if is_table else value
-
-    def __getattr__(self, name: str) -> float:
-        raise AttributeError(f"'costs of {self._kernel}' object has no attribute '{name}'", name=name, obj=self)
 
     def table(self, name: str) -> dict[Any, float]:
         """A cost that is a table."""
@@ -47,7 +47,9 @@ def costs_of(kernel: str) -> Costs:
     Raises:
         KeyError: the file has no such group.
     """
-    return Costs(kernel, {name: entry["value"] for name, entry in _groups()[kernel]["costs"].items()})
+    costs = _groups()[kernel]["costs"]
+    named = type(f"costs of {kernel}", (Costs,), {})  # errors about unknown attributes show this name
+    return named({name: entry["value"] for name, entry in costs.items()})
 
 
 def overlapped(overlap: float, *parts: float) -> float:
