@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from gemmconv.device import REFERENCE
 from gemmconv.geometry import Problem
 from gemmconv.kernels.base import strides_of
 from gemmconv.ops.configs import Convention
@@ -32,7 +33,8 @@ def program_of(problem, dtype, slices):
     """The sums of partial sums, which are given."""
     columns = problem.out_channels // problem.groups
     shape = problem.groups, problem.gemm_k, columns
-    step = reduce._launch(reduce.wgrad_macros(problem, dtype, slices), shape, slices, "partials", "grad_weight")
+    macros = reduce.wgrad_macros(problem, dtype, slices, REFERENCE.multiprocessors)
+    step = reduce._launch(macros, shape, slices, "partials", "grad_weight")
     size = problem.weight_shape
     output = Output("grad_weight", size, strides_of(size, torch.contiguous_format), torch.contiguous_format)
     return Program(dtype, (Operand("partials", torch.contiguous_format, 16),), (output,), (step,))

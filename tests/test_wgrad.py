@@ -39,7 +39,8 @@ def random_nchw(random):
         padding=random.choice(((0, 0), (0, 0), (1, 1), (0, 2), (2, 4))),
         dilation=(random.randint(1, 2), random.choice((1, 1, 2, 3))),
     )
-    return problem, wgrad_nchw.tiles_of(problem, itemsize, itemsize == 4 and random.random() < 0.5)
+    dtype, precision = (torch.float16, "ieee") if itemsize == 2 else (torch.float32, random.choice(("ieee", "tf32")))
+    return problem, wgrad_nchw.KERNEL.tiles(config_of(problem, dtype, precision=precision), "weight_grad")
 
 
 def random_nhwc(random):
@@ -56,7 +57,7 @@ def random_nhwc(random):
         padding=random.choice(((0, 0), (0, 0), (1, 1), (0, 2), (2, 4))),
         dilation=(random.randint(1, 2), random.choice((1, 1, 2, 3))),
     )
-    return problem, wgrad_nhwc.tiles_of(problem)
+    return problem, wgrad_nhwc.KERNEL.tiles(config_of(problem, layout=torch.channels_last), "weight_grad")
 
 
 @functools.cache
@@ -165,12 +166,10 @@ def test_a_copy_of_the_input_counts_as_workspace():
 
 
 def test_images_that_padded_rows_make_too_large_are_left_to_others():
-    many, too_many = (
-        [*wgrad_nchw.tiles_of(Problem(1, 1, 1, 1, (rows, 1), (1, 1)), 4, False)]
-        for rows in ((1 << 29) - 4, 1 << 29)  # of one pixel, which become rows of four
-    )
-    assert many
-    assert not too_many
+    for rows in ((1 << 29) - 4, 1 << 29):  # of one pixel, which become rows of four
+        config = config_of(Problem(1, 1, 1, 1, (rows, 1), (1, 1)), torch.float32)
+        tiles = [*wgrad_nchw.KERNEL.tiles(replace(config, workspace_limit=1 << 40), "weight_grad")]
+        assert bool(tiles) == (rows < 1 << 29)
 
 
 def taps_of(taps, first):

@@ -76,12 +76,6 @@ def write() -> None:
             default_cache().put(_code(), pickle.dumps(dict(entries[-_MOST_RESULTS:])))
 
 
-@functools.cache
-def _entries() -> dict[bytes, bytes]:
-    """Pickled results that this process has read or found, by digests of their keys."""
-    return _read()
-
-
 def _read() -> dict[bytes, bytes]:
     from gemmconv.runtime.cache import default_cache
 
@@ -89,6 +83,9 @@ def _read() -> dict[bytes, bytes]:
         entries: dict[bytes, bytes] = _loaded(default_cache().get(_code()) or b"")
         return entries
     return {}
+
+
+_entries = functools.cache(_read)  # pickled results that this process has read or found, by digests of their keys
 
 
 def _loaded(entry: bytes) -> Any:

@@ -75,10 +75,11 @@ class Tile:
         """Pixels of a row of the input, in whole 16 bytes."""
         return input_width(self.problem, self.itemsize)
 
-    @property
+    @cached_property
     def padded_bytes(self) -> int:
         """Bytes of a copy of the input that has such rows, where it has not."""
-        return _padded_bytes(self.problem, self.itemsize)
+        *shape, width = self.problem.input_shape
+        return math.prod(shape) * self.input_width * self.itemsize if width < self.input_width else 0
 
     @property
     def flat(self) -> bool:
@@ -93,7 +94,7 @@ class Tile:
     def block_co(self) -> int:
         return _BLOCK_ROWS * self.sides_co
 
-    @cached_property
+    @property
     def channels(self) -> Pair:
         """Input and output channels of a group."""
         return self.problem.gemm_k, self.problem.group_out_channels
@@ -106,16 +107,9 @@ class Tile:
     @cached_property
     def slots(self) -> list[Pair]:
         """Where the pieces of rows of grad_output begin that a tile needs, after the first: rows and elements."""
-        columns = range(0, self.tile_w * self.problem.stride[1], self.segment * self.problem.stride[1])
-        return [*itertools.product(self._slot_rows, columns)]
-
-    @property
-    def slot_count(self) -> int:
-        return len(self._slot_rows) * -(-self.tile_w // self.segment)
-
-    @property
-    def _slot_rows(self) -> list[int]:
-        return _rows_read(self.rows, self.block_taps[0], self.problem.stride[0], self.problem.dilation[0])
+        (stride_h, stride_w), dilation_h = self.problem.stride, self.problem.dilation[0]
+        columns = range(0, self.tile_w * stride_w, self.segment * stride_w)
+        return _slots(self.rows, self.block_taps[0], stride_h, dilation_h, columns)
 
     @property
     def slot_of(self) -> list[list[int]]:
@@ -149,14 +143,14 @@ class Tile:
         """Elements before the first that is needed, of its word."""
         return -self.problem.padding[1] % self.word_elements
 
-    @cached_property
+    @property
     def word_elements(self) -> int:
         return 4 // self.itemsize
 
     @property
     def stage_bytes(self) -> int:
-        row = self.block_co * self.row_pitch
-        return (self.parts * self.lines * self.ci_tile * self.pixels + self.slot_count * row) * self.itemsize
+        outputs = len(self.slots) * self.block_co * self.row_pitch
+        return (self.parts * self.lines * self.ci_tile * self.pixels + outputs) * self.itemsize
 
     @property
     def parts(self) -> int:
@@ -175,7 +169,7 @@ class Tile:
         """Tiles of an image, down and across."""
         return -(-self.problem.input_size[0] // self.rows), -(-self.input_width // self.tile_w)
 
-    @property
+    @cached_property
     def tiles(self) -> int:
         return self.problem.batch * math.prod(self.tiles_image)
 
@@ -201,11 +195,6 @@ class Tile:
             self.block_taps[1] >= self.problem.kernel_size[1]
             or self.sides_w * dilated * self.itemsize % (4 if self.planes else 16) == 0
         )
-
-    @property
-    def _fits(self) -> bool:
-        whole = self.ci_tile * self.pixels * self.itemsize % 1024 == 0
-        return whole and self.row_pitch <= _LONGEST_BOX and self.stages >= 2
 
     @property
     def words(self) -> int:
@@ -240,19 +229,19 @@ class Tile:
 
     @property
     def _copied_cycles(self) -> float:
-        (inputs, outputs), slots = self.box_channels, self.slot_count
+        (inputs, outputs), slots = self.box_channels, len(self.slots)
         inputs, outputs = self.lines * inputs, slots * outputs
         copied = (inputs * self.pixels + outputs * self.row_pitch) * self.itemsize
         boxes = self.lines + slots * max(1, self.planes)
         return max(outputs * _COST.line_cycles, copied * _COST.byte_cycles) + boxes * _COST.box_cycles
 
-    @property
+    @cached_property
     def box_channels(self) -> Pair:
         """Input and output channels of a box: no more than a group has."""
         ci, co = self.channels
         return min(ci, self.ci_tile), min(co, self.block_co)
 
-    @property
+    @cached_property
     def most_slices(self) -> int:
         """The number of slices at the size that has most."""
         return max(1, self.multiprocessors // self.weight_blocks)
@@ -280,14 +269,12 @@ class Tile:
         """A lower bound of the time of tiles with as much of the weights, of lines that are flat or are not."""
         problem, (height, width) = self.problem, (self.problem.input_size[0], self.input_width)
         shortest, most_steps = 64 // self.itemsize, max(_LINES) * 128 // _STEP_BYTES
-        if flat:
-            height = up_to_multiple(height, max(1, shortest // width))
-        else:
-            width = up_to_multiple(width, shortest)
-        steps = problem.batch * height * width * self.itemsize // _STEP_BYTES
+        rows, columns = (max(1, shortest // width), width) if flat else (1, shortest)
+        pixels = problem.batch * up_to_multiple(height, rows) * up_to_multiple(width, columns)
+        steps = pixels * self.itemsize // _STEP_BYTES
         inputs, outputs = self.box_channels
-        rows_read = len(_rows_read(_MOST_ROWS, self.block_taps[0], problem.stride[0], problem.dilation[0])) / _MOST_ROWS
-        copied = _STEP_BYTES * (inputs + outputs * rows_read * problem.stride[1]) * _COST.byte_cycles
+        slots = _slots(_MOST_ROWS, self.block_taps[0], problem.stride[0], problem.dilation[0], range(1))
+        copied = _STEP_BYTES * (inputs + outputs * (len(slots) / _MOST_ROWS) * problem.stride[1]) * _COST.byte_cycles
         rounded = 2 * self.ci_tile * _ROUND_CYCLES[self.itemsize, 1 + self.split]
         step_cycles = max(self._step_cycles(1) + self._flush_cycles / most_steps, copied, rounded)
         step_cycles += _COST.tile_cycles / most_steps + copied * _COST.waited_share / (_MOST_STAGES - 1)
@@ -302,50 +289,36 @@ class Tile:
 
     def _seconds(self, cycles: float, slices: int) -> float:
         """Seconds from the cycles of a multiprocessor, memory traffic and partial sums."""
-        moved, others = _other_seconds(self.problem, self.itemsize)
+        moved, others = self._other_seconds
         partials = 2 * wgrad_partial_bytes(self.problem, self.itemsize, slices, self.most_slices) / _COST.partial_rate
         return others + overlapped(_COST.overlap_with_memory, cycles / _DEVICE.clock, moved) + partials
 
+    @cached_property
+    def _other_seconds(self) -> tuple[float, float]:
+        """Seconds of memory traffic, and of launches and a copy of the input."""
+        rows_read = min(1, self.problem.kernel_size[0] / self.problem.stride[0])
+        pixels = math.prod(self.problem.input_shape) + rows_read * math.prod(self.problem.output_shape)
+        padded = _COST.pad_seconds + 2 * self.padded_bytes / _COST.pad_rate if self.padded_bytes else 0
+        return pixels * self.itemsize / _DEVICE.weight_grad_memory_rate, _COST.launch_seconds + padded
+
 
 # Cached values that tiles share whose blocks have as much of the weights.
-_OF_WEIGHTS = "warpgroups", "block_taps", "channels", "weight_blocks", "input_width", "word_elements"
+_OF_WEIGHTS = (
+    *("warpgroups", "block_taps", "box_channels", "weight_blocks"),
+    *("most_slices", "input_width", "padded_bytes", "_other_seconds"),
+)
 
 
 @functools.lru_cache(maxsize=1024)
-def _other_seconds(problem: Problem, itemsize: int) -> tuple[float, float]:
-    """Seconds of memory traffic, and of launches and a copy of the input."""
-    rows_read = min(1, problem.kernel_size[0] / problem.stride[0])
-    pixels = math.prod(problem.input_shape) + rows_read * math.prod(problem.output_shape)
-    padded_bytes = _padded_bytes(problem, itemsize)
-    padded = _COST.pad_seconds + 2 * padded_bytes / _COST.pad_rate if padded_bytes else 0
-    return pixels * itemsize / _DEVICE.weight_grad_memory_rate, _COST.launch_seconds + padded
-
-
-def _padded_bytes(problem: Problem, itemsize: int) -> int:
-    """Bytes of a copy of the input whose rows are whole 16 bytes, where they are not."""
-    *shape, width = problem.input_shape
-    padded = input_width(problem, itemsize)
-    return math.prod(shape) * padded * itemsize if width < padded else 0
-
-
-@functools.lru_cache(maxsize=1024)
-def _rows_read(rows: int, taps: int, stride: int, dilation: int) -> list[int]:
-    """Rows of grad_output that neighbouring rows of pixels read."""
-    return sorted({row * stride + tap * dilation for row in range(rows) for tap in range(taps)})
+def _slots(rows: int, taps: int, stride: int, dilation: int, columns: range) -> list[Pair]:
+    """The rows of grad_output that neighbouring rows of pixels read, each with all of the columns."""
+    rows_read = {row * stride + tap * dilation for row in range(rows) for tap in range(taps)}
+    return [*itertools.product(sorted(rows_read), columns)]
 
 
 def input_width(problem: Problem, itemsize: int) -> int:
     """Pixels of a row of the input, in whole 16 bytes."""
     return up_to_multiple(problem.input_size[1] * itemsize, 16) // itemsize
-
-
-def tiles_of(
-    problem: Problem, itemsize: int, split: bool, multiprocessors: int = REFERENCE.multiprocessors
-) -> Iterator[Tile]:
-    """The tiles that a problem may have: none where rows of outputs are no whole words, or images are too large."""
-    for block in _blocks_of(problem, itemsize, split, multiprocessors):
-        for flat in (False, True):
-            yield from _tiles_with(block, flat)
 
 
 def _lines_of(problem: Problem, itemsize: int, flat: bool) -> list[int]:
@@ -356,22 +329,19 @@ def _lines_of(problem: Problem, itemsize: int, flat: bool) -> list[int]:
 
 def _blocks_of(problem: Problem, itemsize: int, split: bool, multiprocessors: int) -> Iterator[Tile]:
     """The parts of the weights that blocks may have, as tiles of one line."""
-    kernel_h, kernel_w = problem.kernel_size
-    line = 128 // itemsize
-    channels = up_to_multiple(problem.gemm_k, 16)
-    widths = [n for n in (16, 32, 48, 64, 96, 128, 160, 192, 224, 256) if n < channels + 32 and n >= min(32, channels)]
-    sides = [s for s in itertools.product((1, 2), (1, 2, 3), (1, 2)) if math.prod(s) <= 3]
-    planes = _planes(problem, itemsize)
+    planes, (kernel_h, kernel_w) = _planes(problem, itemsize), problem.kernel_size
     if planes is None or not fits(problem):
         return
-    taps = list(itertools.product(range(1, min(3, kernel_h) + 1), range(1, min(8, kernel_w) + 1)))
+    line, channels = 128 // itemsize, up_to_multiple(problem.gemm_k, 16)
+    widths = [n for n in (16, 32, 48, 64, 96, 128, 160, 192, 224, 256) if min(32, channels) <= n < channels + 32]
+    sides = [s for s in itertools.product((1, 2), (1, 2, 3), (1, 2)) if math.prod(s) <= 3]
+    taps = [*itertools.product(range(1, min(3, kernel_h) + 1), range(1, min(8, kernel_w) + 1))]
     any_one = Tile(problem, itemsize, split, line, 1, line, line, 1, 16, 1, 1, 1, (1, 1), planes, multiprocessors)
     for ci_tile in widths:
         registers = {of_one: changed(any_one, ci_tile=ci_tile, taps=of_one).registers for of_one in taps}
         for (co, h, w), of_one in itertools.product(sides, taps):
-            if registers[of_one] > _REGISTERS[co * h * w] or (h - 1) * of_one[0] >= kernel_h:
-                continue
-            if (w - 1) * of_one[1] < kernel_w:
+            has_taps = (h - 1) * of_one[0] < kernel_h and (w - 1) * of_one[1] < kernel_w  # each warpgroup
+            if has_taps and registers[of_one] <= _REGISTERS[co * h * w]:
                 block = changed(any_one, ci_tile=ci_tile, sides_co=co, sides_h=h, sides_w=w, taps=of_one)
                 if block.reads_pieces:
                     yield block
@@ -379,22 +349,20 @@ def _blocks_of(problem: Problem, itemsize: int, split: bool, multiprocessors: in
 
 def _tiles_with(block: Tile, flat: bool) -> Iterator[Tile]:
     """Tiles with as much of the weights, whose lines are flat or are not."""
-    problem, itemsize = block.problem, block.itemsize
-    width, piece, of_weights = block.input_width, 16 // itemsize, {name: getattr(block, name) for name in _OF_WEIGHTS}
-    vectors = [vector for vector in (4, 2, 1) if problem.stride[1] % vector == 0 and not (block.planes and vector > 1)]
-    vectors = [vector for vector in vectors if vector == 1 or changed(block, vector=vector).reads_pieces]
-    for pixels in _lines_of(problem, itemsize, flat):
-        tile_w = width if flat else pixels
-        segments = [segment for segment in (tile_w, tile_w // 2, tile_w // 4) if segment % piece == 0]
+    of_weights = {name: getattr(block, name) for name in _OF_WEIGHTS}
+    vectors = [one for one in ((1,) if block.planes else (4, 2, 1)) if block.problem.stride[1] % one == 0]
+    vectors = [one for one in vectors if one == 1 or changed(block, vector=one).reads_pieces]
+    for pixels in _lines_of(block.problem, block.itemsize, flat):
+        tile_w = block.input_width if flat else pixels
+        segments = [one for one in (tile_w, tile_w // 2, tile_w // 4) if one * block.itemsize % 16 == 0]
         for lines in _LINES:
-            if 1 < lines > problem.input_size[0]:
+            if 1 < lines > block.problem.input_size[0]:
                 break
             found = (
                 changed(block, pixels=pixels, lines=lines, tile_w=tile_w, segment=segment, vector=vector, **of_weights)
                 for segment, vector in itertools.product(segments, vectors)
             )
-            if (tile := next((tile for tile in found if tile._fits), None)) is not None:
-                yield tile
+            yield from itertools.islice((one for one in found if one.row_pitch <= _LONGEST_BOX and one.stages >= 2), 1)
 
 
 def _planes(problem: Problem, itemsize: int) -> int | None:
@@ -404,9 +372,9 @@ def _planes(problem: Problem, itemsize: int) -> int | None:
         return None
     if problem.output_size[1] * itemsize % 16 == 0:
         return 0
-    channels = problem.group_out_channels
     planes = next(planes for planes in (1, 2, 4) if planes * problem.out_pixels * itemsize % 16 == 0)
-    return planes if channels % planes == 0 and 2 * planes * problem.out_pixels <= INT32_MAX else None
+    is_whole = problem.group_out_channels % planes == 0
+    return planes if is_whole and 2 * planes * problem.out_pixels <= INT32_MAX else None
 
 
 @functools.cache
@@ -424,9 +392,7 @@ def _pitch(least: int, stride: int, vector: int) -> int:
 
 
 @functools.lru_cache(maxsize=1024)
-def tile_of(
-    problem: Problem, itemsize: int, split: bool, limit: int, multiprocessors: int = REFERENCE.multiprocessors
-) -> Tile | None:
+def _tile_of(problem: Problem, itemsize: int, split: bool, limit: int, multiprocessors: int) -> Tile | None:
     """The tile of the least estimate of those for typical sizes, with a workspace of at most ``limit`` bytes, or None.
 
     So a layer has few tiles, and kernels, whatever its sizes.
@@ -441,10 +407,8 @@ def tile_of(
 
 def fitted(tile: Tile, problem: Problem, limit: int) -> Tile | None:
     """A tile of the same layer at other sizes, made for those of a problem; None where another kernel is compiled."""
-    planes = _planes(problem, tile.itemsize)
-    if planes is None or (planes > 0) != (tile.planes > 0):
-        return None
-    if tile.flat and input_width(problem, tile.itemsize) != tile.tile_w:
+    planes, width = _planes(problem, tile.itemsize), input_width(problem, tile.itemsize)
+    if planes is None or (planes > 0) != (tile.planes > 0) or (tile.flat and width != tile.tile_w):
         return None
     made = changed(tile, problem=problem, planes=planes)
     return made if made.slices(limit) > 0 else None
@@ -475,23 +439,22 @@ def _best_of(problem: Problem, itemsize: int, split: bool, limit: int, multiproc
 def _typical(problem: Problem, itemsize: int) -> Iterator[Problem]:
     """The layer at sizes that its tiles are chosen for: small images are as they are, of others rows that are lines."""
     (height, width), row = problem.input_size, input_width(problem, itemsize)
-    flat = row < 128 // itemsize and (128 // itemsize) % row == 0
+    flat = bool(_lines_of(problem, itemsize, flat=True))
     if problem.in_pixels < _SMALL_PIXELS and (height > 1 or flat):
         yield replace(problem, batch=power_of_two_within(problem.batch, problem.batch))
         return
     if (planes := _planes(problem, itemsize)) is None:
         return
-    most = problem.batch * problem.in_pixels > _MOST_PIXELS
-    for batch, (rows, columns) in (_FEW, _MANY, *([_MOST] if most else [])):
+    usual = (_FEW, _MANY, _MOST) if problem.batch * problem.in_pixels > _MOST_PIXELS else (_FEW, _MANY)
+    for batch, (rows, columns) in usual:
         pixels = batch * rows * columns
         rows, columns = height if height < _LOW else rows, row if flat else columns
         if height == 1 and not flat:
             columns = pixels // _LOW
         batch = max(1, pixels // (rows * columns))
         # The first sizes from there on whose rows of outputs are as long as these, or as short.
-        widths = [width] if flat else range(columns, columns + 16)
-        sizes = ((row, column) for row in ([rows] if height < _LOW else range(rows, rows + 4)) for column in widths)
-        for size in sizes:
+        heights = [rows] if height < _LOW else range(rows, rows + 4)
+        for size in itertools.product(heights, [width] if flat else range(columns, columns + 16)):
             typical = replace(problem, batch=batch, input_size=size)
             if (own := _planes(typical, itemsize)) is not None and (own > 0) == (planes > 0):
                 yield typical
@@ -504,19 +467,16 @@ def macros_of(tile: Tile, dtype: torch.dtype) -> Macros:
     return {
         "ELEMENT_T": ELEMENT_TYPES[dtype],
         "PARTIAL_T": ELEMENT_TYPES[wgrad_partial_dtype(dtype, tile.most_slices)],
-        "SPLIT": int(tile.split),
         "CI": ci,
         "CO": co,
         "PIXELS": tile.pixels,
         "ROWS": tile.lines,
-        **named_macros(tile, "tile_w segment vector ci_tile sides_co sides_h sides_w taps"),
+        **named_macros(tile, "split tile_w segment vector ci_tile sides_co sides_h sides_w taps row_pitch stages"),
         "SLOTS": len(tile.slots),
         "SLOT_ROWS": table([row for row, _ in tile.slots]),
         "SLOT_COLUMNS": table([column for _, column in tile.slots]),
         "SLOT_OF": f"{{{','.join(map(table, tile.slot_of))}}}",
-        "ROW_PITCH": tile.row_pitch,
         "LONG_ROWS": int(tile.planes > 0),
-        "STAGES": tile.stages,
         **geometry_macros(tile.problem),
     }
 
@@ -547,11 +507,13 @@ class WgradNchw(WeightGradKernel):
     computed_in = torch.contiguous_format
 
     def tiles(self, config: Config, direction: Pass) -> Iterator[Tile]:
-        tiles = tiles_of(config.problem, *variant_of(config)[:2], config.spec.multiprocessors)
+        """The tiles that a layer may have: none where rows of outputs are no whole words, or images are too large."""
+        blocks = _blocks_of(config.problem, *variant_of(config)[:2], config.spec.multiprocessors)
+        tiles = (tile for block in blocks for flat in (False, True) for tile in _tiles_with(block, flat))
         return (tile for tile in tiles if tile.slices(config.workspace_limit) > 0)
 
     def tile(self, config: Config, direction: Pass) -> Tile | None:
-        return tile_of(config.problem, *variant_of(config)[:2], config.workspace_limit, config.spec.multiprocessors)
+        return _tile_of(config.problem, *variant_of(config)[:2], config.workspace_limit, config.spec.multiprocessors)
 
     def fitted(self, config: Config, direction: Pass, tile: Tile) -> Tile | None:
         return fitted(tile, config.problem, config.workspace_limit)

@@ -14,10 +14,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from gemmconv.device import REFERENCE
-from gemmconv.geometry import Pair, Problem, Shape4
-from gemmconv.hashing import cached_property
+from gemmconv.geometry import Pair, Problem
+from gemmconv.hashing import cached_property, changed
 from gemmconv.kernels.base import DEFAULT_WORKSPACE_LIMIT, Config, Pass
 from gemmconv.kernels.costs import costs_of
+from gemmconv.kernels.direct.menu import menu_of
 from gemmconv.kernels.integers import INT32_MAX, up_to_multiple
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros, named_macros
 from gemmconv.kernels.program import Launch, Params, Program, TensorMapSpec
@@ -123,6 +124,11 @@ class Tile:
         return images, height + self.taps_h.extra, width + self.taps_w.extra
 
     @property
+    def lines(self) -> int:
+        """Lines of a box of the input and of one of grad_output."""
+        return self.pixels + math.prod(self.box)
+
+    @property
     def boxes(self) -> int:
         """Boxes of grad_output."""
         return self.sides[1] * self.atoms * self.taps_h.boxes * self.taps_w.boxes
@@ -149,17 +155,12 @@ class Tile:
     @property
     def tiles_image(self) -> Pair:
         """Tiles of an image, or of several together, down and across."""
-        return self.tiles_of(self.problem)[1:]
+        (height, width), (_, rows, columns) = self.problem.input_size, self.size
+        return -(-height // rows), -(-width // columns)
 
     @property
     def tiles(self) -> int:
-        return math.prod(self.tiles_of(self.problem))
-
-    def tiles_of(self, problem: Problem) -> tuple[int, int, int]:
-        """Tiles of all images, of one down, and across."""
-        height, width = problem.input_size
-        images, rows, columns = self.size
-        return -(-problem.batch // images), -(-height // rows), -(-width // columns)
+        return -(-self.problem.batch // self.size[0]) * math.prod(self.tiles_image)
 
     @cached_property
     def weight_blocks(self) -> int:
@@ -181,18 +182,9 @@ class Tile:
 
     @property
     def possible(self) -> bool:
-        return self.fits_registers and self.fits_boxes and self.stages >= 2
-
-    @property
-    def fits_registers(self) -> bool:
-        columns, most = self.columns, _SUMS[self.warpgroups]
-        return self.products * columns // 2 <= most and columns <= _COLUMNS[self.warpgroups]
-
-    @property
-    def fits_boxes(self) -> bool:
-        """Whether boxes are not too long, and the pixels of a step lie at regular distances in them."""
+        """Whether stages fit, boxes are not too long, and the pixels of a step lie at regular distances in them."""
         (stride_h, stride_w), (_, height, width), (_, box_height, box_width) = self.problem.stride, self.size, self.box
-        if self.pixels % _STEP or max(box_height * stride_h, box_width * stride_w) > _LONGEST_BOX:
+        if self.pixels % _STEP or max(box_height * stride_h, box_width * stride_w) > _LONGEST_BOX or self.stages < 2:
             return False
         if self.pair_rows:
             return width % 8 == 0 and height % 2 == 0
@@ -211,43 +203,33 @@ class Tile:
 
     def slices(self, limit: int) -> int:
         """Into how many slices the tiles are cut, for a workspace of at most so many bytes; 0 where none fit."""
-        return self.sliced(self.problem, limit)[0]
+        return self._sliced(limit)[1]
 
-    def sliced(self, problem: Problem, limit: int) -> tuple[int, float]:
-        """The slices of the layer at any sizes, and roughly the seconds of the kernel and of adding up."""
-        tiles, blocks, multiprocessors = math.prod(self.tiles_of(problem)), self.weight_blocks, self.multiprocessors
-        if (most := min(limit // (4 * math.prod(problem.weight_shape)), tiles)) == 0:
-            return 0, math.inf
+    def _sliced(self, limit: int) -> tuple[float, int]:
+        """Roughly the seconds of the kernel and of adding up, and the slices."""
+        tiles, blocks, multiprocessors = self.tiles, self.weight_blocks, self.multiprocessors
+        if (most := min(limit // (4 * math.prod(self.problem.weight_shape)), tiles)) == 0:
+            return math.inf, 0
         found, tile_seconds = [], self.cycles / _DEVICE.clock
         for slices in {min(most, max(1, rounds * multiprocessors // blocks)) for rounds in (1, 2, 3)}:
             tiles_in_turn = -(-blocks * slices // multiprocessors) * -(-tiles // slices)
-            adding = 2 * wgrad_partial_bytes(problem, 2, slices) / _COST.partial_rate
+            adding = 2 * wgrad_partial_bytes(self.problem, 2, slices) / _COST.partial_rate
             found.append((tiles_in_turn * tile_seconds + adding, slices))
-        seconds, slices = min(found)
-        return slices, seconds
+        return min(found)
 
     def workspace_bytes(self, limit: int) -> int:
         """Bytes of the partial sums."""
         return wgrad_partial_bytes(self.problem, 2, self.slices(limit))
 
-    def seconds(self, limit: int, problem: Problem | None = None) -> float:
-        """Roughly what it takes, with a workspace of at most ``limit`` bytes; infinite where no slice fits.
-
-        It is for the tile's own problem, or for ``problem``, which is the layer at other sizes.
-        """
-        problem = problem or self.problem
-        pixels = math.prod(problem.input_shape) + math.prod(problem.output_shape)
+    def seconds(self, limit: int) -> float:
+        """Roughly what it takes, with a workspace of at most ``limit`` bytes; infinite where no slice fits."""
+        pixels = math.prod(self.problem.input_shape) + math.prod(self.problem.output_shape)
         moved = 2 * pixels / _DEVICE.weight_grad_memory_rate
-        return _COST.launch_seconds + max(self.sliced(problem, limit)[1], moved)
+        return _COST.launch_seconds + max(self._sliced(limit)[0], moved)
 
-
-def tiles_of(problem: Problem, multiprocessors: int = REFERENCE.multiprocessors) -> Iterator[Tile]:
-    """The tiles that a problem may have, of the sizes that waste least; none where the kernel is not for it."""
-    if _reaches(problem):
-        for tile in _layer_tiles(problem, multiprocessors):
-            for size in _sizes(problem, tile.taps_h.extra, tile.taps_w.extra):
-                if (sized := _sized(tile, size)).possible:
-                    yield sized
+    def at(self, problem: Problem) -> Tile:
+        """The tile for the same layer at other sizes."""
+        return changed(self, problem=problem, weight_blocks=self.weight_blocks, cycles=self.cycles)
 
 
 def _reaches(problem: Problem) -> bool:
@@ -268,34 +250,31 @@ def _layer_tiles(problem: Problem, multiprocessors: int) -> Iterator[Tile]:
     ci, co = problem.gemm_k, problem.group_out_channels
     for side, axis in ((1, 0), (2, 0), (2, 1), (2, 2), (2, 3), (3, 0), (3, 1), (3, 2), (3, 3)):
         sides = [side if axis == other else 1 for other in range(4)]
-        if (sides[0] - 1) * _ATOM >= ci or (sides[1] - 1) * _ATOM >= co:
-            continue
         rows, columns = (_taps_of(problem, other, sides[2 + other]) for other in (0, 1))
         for atoms, taps_h, taps_w in itertools.product((1, 2, 3, 4), rows, columns):
-            if (sides[1] * atoms - 1) * _ATOM >= co:
+            sums = taps_h.own * taps_w.own * atoms * _ATOM // 2
+            if (sides[0] - 1) * _ATOM >= ci or (sides[1] * atoms - 1) * _ATOM >= co or sums > _SUMS[side]:
                 continue
-            if taps_h.own * taps_w.own * atoms * _ATOM // 2 > _SUMS[side]:
-                continue
-            shifts = taps_w.own // min(taps_w.own, taps_w.boxes)
-            for merged in {1, shifts if atoms == 1 and shifts * _ATOM <= 256 else 1}:
-                of_block = (sides[0], sides[1]), atoms, taps_h, taps_w, merged, multiprocessors
-                yield Tile(problem, (1, 1, 1), False, *of_block)
+            for merged in {1, taps_w.own // min(taps_w.own, taps_w.boxes) if atoms == 1 else 1}:
+                block = (sides[0], sides[1]), atoms, taps_h, taps_w, merged, multiprocessors
+                tile = Tile(problem, (1, 1, 1), False, *block)
+                if tile.columns <= _COLUMNS[side]:
+                    yield tile
 
 
 def _sized(tile: Tile, size: Size) -> Tile:
     """A tile with so many images, rows and columns of pixels."""
     _, rows, columns = size
     pair_rows = columns % _STEP != 0 and columns % 8 == 0 and rows % 2 == 0 and tile.taps_w.extra > 0
-    return replace(tile, size=size, pair_rows=pair_rows)
+    return changed(tile, size=size, pair_rows=pair_rows)
 
 
 def _taps_of(problem: Problem, axis: int, sides: int) -> list[Taps]:
     """The taps that a block may have along an axis."""
     kernel, stride, dilation = problem.kernel_size[axis], problem.stride[axis], problem.dilation[axis]
     step = stride // math.gcd(stride, dilation)
-    shift = dilation * step // stride
-    counts = ((taps, boxes) for taps in range(1, min(kernel, 6) + 1) for boxes in range(1, taps + 1))
-    all_taps = (Taps(kernel, step, shift, taps, boxes, sides) for taps, boxes in counts)
+    counts = itertools.product(range(1, min(kernel, 6) + 1), repeat=2)
+    all_taps = (Taps(kernel, step, dilation * step // stride, taps, boxes, sides) for taps, boxes in counts)
     return [taps for taps in all_taps if taps.possible]
 
 
@@ -312,18 +291,6 @@ def _all_sizes(problem: Problem) -> Iterator[Size]:
 
 
 @functools.lru_cache(maxsize=1024)
-def _sizes(problem: Problem, extra_h: int, extra_w: int) -> list[Size]:
-    """The sizes of tiles that waste least, for boxes with so many rows and columns beyond those of a tile."""
-
-    def lines(size: Size) -> int:
-        images, rows, columns = size
-        tiles = -(-problem.batch // images) * -(-problem.input_size[0] // rows) * -(-problem.input_size[1] // columns)
-        return tiles * images * (rows * columns + (rows + extra_h) * (columns + extra_w))
-
-    return sorted((size for size in _all_sizes(problem) if size[0] < 2 * problem.batch), key=lines)[:8]
-
-
-@functools.lru_cache(maxsize=1024)
 def _menu_of(layer: Problem, multiprocessors: int) -> list[Tile]:
     """The tiles that a layer is compiled for, for images that are alike: those not much smaller than ``layer``'s.
 
@@ -331,41 +298,19 @@ def _menu_of(layer: Problem, multiprocessors: int) -> list[Tile]:
     same pixels, whatever the sizes of images are: of these, tiles are taken that are the best beside those before.
     """
     fastest: dict[tuple[int, Size], Tile] = {}
-    all_sizes = [*_all_sizes(layer)]
-    for tile in filter(lambda one: one.fits_registers, _layer_tiles(layer, multiprocessors)):
-        for sized in (_sized(tile, size) for size in all_sizes):
-            key = sized.weight_blocks, sized.size
-            if sized.fits_boxes and sized.stages >= 2 and (key not in fastest or sized.cycles < fastest[key].cycles):
-                fastest[key] = sized
+    for tile, size in itertools.product(_layer_tiles(layer, multiprocessors), [*_all_sizes(layer)]):
+        sized, key = _sized(tile, size), (tile.weight_blocks, size)
+        if sized.possible and (key not in fastest or sized.cycles < fastest[key].cycles):
+            fastest[key] = sized
     tiles = [*fastest.values()]
     (height, width), usual = layer.input_size, []
     for batch, down, across in _USUAL:
         image = min(height, down if width > 1 else down * across), min(width, across if height > 1 else down * across)
         usual.append(replace(layer, batch=batch, input_size=image))
     limit = max(DEFAULT_WORKSPACE_LIMIT, 4 * math.prod(layer.weight_shape))
-    seconds = [[tile.seconds(limit, one) for tile in tiles] for one in usual]
-    ratios = [*zip(*([one / min(row) for one in row] for row in seconds if row), strict=True)]
-    menu: list[Tile] = []
-    so_far = [math.inf] * len(usual)
-    while len(menu) < min(_MENU, len(tiles)):
-        sums = [sum(map(min, so_far, of_tile)) for of_tile in ratios]
-        best = sums.index(min(sums))
-        so_far = [*map(min, so_far, ratios[best])]
-        menu.append(tiles[best])
-    return menu
-
-
-def tile_of(problem: Problem, limit: int, multiprocessors: int = REFERENCE.multiprocessors) -> Tile | None:
-    """The tile of the layer's menu with the least estimate, with a workspace of at most ``limit`` bytes.
-
-    None where there is none.
-    """
-    if not _reaches(problem) or problem.batch == 0:
-        return None
-    height, width = (next((most for most in _ALIKE if size <= most), _ALIKE[-1]) for size in problem.input_size)
-    menu = _menu_of(replace(problem, batch=1, input_size=(height, width)), multiprocessors)
-    tile = min(menu, key=lambda one: one.seconds(limit, problem), default=None)
-    return None if tile is None or tile.sliced(problem, limit)[0] == 0 else replace(tile, problem=problem)
+    menu = menu_of(tiles, [[tile.at(one).seconds(limit) for tile in tiles] for one in usual], _MENU)
+    # Where fewer are the fastest at all these sizes, the first tile is the fastest at a few others.
+    return [*menu, *tiles[:1]][:_MENU]
 
 
 def macros_of(tile: Tile, dtype: torch.dtype, slices: int) -> Macros:
@@ -394,13 +339,9 @@ def macros_of(tile: Tile, dtype: torch.dtype, slices: int) -> Macros:
 def maps_of(tile: Tile) -> tuple[TensorMapSpec, TensorMapSpec]:
     """The tensor maps of input and grad_output."""
     p, (stride_h, stride_w) = tile.problem, tile.problem.stride
-
-    def lines_of(size: Size) -> Shape4:
-        images, rows, columns = size
-        return _ATOM, columns, rows, images
-
-    inputs, steps = image_map(p.input_shape, 2, lines_of(tile.size), True), (1, stride_w, stride_h, 1)
-    return inputs, image_map(p.output_shape, 2, lines_of(tile.box), True, "grad_output", steps=steps)
+    lines, box = ((_ATOM, columns, rows, images) for images, rows, columns in (tile.size, tile.box))
+    inputs, steps = image_map(p.input_shape, 2, lines, channels_last=True), (1, stride_w, stride_h, 1)
+    return inputs, image_map(p.output_shape, 2, box, True, "grad_output", steps=steps)
 
 
 class WgradNhwc(WeightGradKernel):
@@ -410,18 +351,28 @@ class WgradNhwc(WeightGradKernel):
     dtypes = (torch.float16, torch.bfloat16)
 
     def tiles(self, config: Config, direction: Pass) -> Iterator[Tile]:
-        tiles = tiles_of(config.problem, config.spec.multiprocessors)
-        return (tile for tile in tiles if tile.slices(config.workspace_limit) > 0)
+        """The tiles that a layer may have, of the sizes that waste least."""
+        if not _reaches(config.problem):
+            return
+        sizes = [size for size in _all_sizes(config.problem) if size[0] < 2 * config.problem.batch]
+        for tile in _layer_tiles(config.problem, config.spec.multiprocessors):
+            sized = sorted((_sized(tile, size) for size in sizes), key=lambda one: one.tiles * one.lines)
+            yield from (one for one in sized[:8] if one.possible and one.slices(config.workspace_limit) > 0)
 
     def tile(self, config: Config, direction: Pass) -> Tile | None:
-        return tile_of(config.problem, config.workspace_limit, config.spec.multiprocessors)
+        """The tile of the layer's menu with the least estimate."""
+        problem, limit = config.problem, config.workspace_limit
+        if not _reaches(problem) or problem.batch == 0 or limit < 4 * math.prod(problem.weight_shape):
+            return None
+        height, width = (next((most for most in _ALIKE if size <= most), _ALIKE[-1]) for size in problem.input_size)
+        menu = _menu_of(replace(problem, batch=1, input_size=(height, width)), config.spec.multiprocessors)
+        return min((tile.at(problem) for tile in menu), key=lambda tile: tile.seconds(limit), default=None)
 
     def fitted(self, config: Config, direction: Pass, tile: Tile) -> Tile | None:
-        problem, limit = config.problem, config.workspace_limit
-        if not _reaches(problem) or (slices := tile.sliced(problem, limit)[0]) == 0:
+        made, limit = tile.at(config.problem), config.workspace_limit
+        if not _reaches(config.problem) or (slices := made.slices(limit)) == 0:
             return None
-        # A single slice is of the gradient's type.
-        return replace(tile, problem=problem) if (slices == 1) == (tile.slices(limit) == 1) else None
+        return made if (slices == 1) == (tile.slices(limit) == 1) else None  # a single slice is of the gradient's type
 
     def program(self, config: Config, direction: Pass, tile: Tile) -> Program:
         slices, (down, across) = tile.slices(config.workspace_limit), tile.tiles_image

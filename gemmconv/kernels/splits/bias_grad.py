@@ -21,43 +21,33 @@ def slices_of(items: int, least: int, most: int) -> int:
     return max(1, min(-(-items // least), most))
 
 
-def bias_grad_macros(config: Config) -> Macros:
-    """Macros that specialise csrc/splits/bias_grad.cu.
-
-    A vector of elements is loaded at once: of a row of pixels in NCHW, of channels in channels_last.
-    """
-    p, channels_last = config.problem, config.channels_last
-    vector = math.gcd(p.out_channels if channels_last else p.out_pixels, _VECTOR_BYTES // config.dtype.itemsize)
-    return {
-        "ELEMENT_T": ELEMENT_TYPES[config.dtype],
-        "SUM_T": ELEMENT_TYPES[config.dtype],
-        "CHANNELS_LAST": int(channels_last),
-        "VECTOR": vector,
-        "LANES": min(32, power_of_two(p.out_channels // vector)) if channels_last else 1,
-    }
-
-
 def program(config: Config) -> Program | None:
     """``grad_bias`` from ``grad_output`` in the configuration's format; None if items exceed the kernel's integers."""
     p, channels_last = config.problem, config.channels_last
     if config.dtype not in ELEMENT_TYPES:
         return None
-    macros = bias_grad_macros(config)
-    lanes, vector = int(macros["LANES"]), int(macros["VECTOR"])
+    # Elements that are loaded at once: of a row of pixels in NCHW, of channels in channels_last.
+    vector = math.gcd(p.out_channels if channels_last else p.out_pixels, _VECTOR_BYTES // config.dtype.itemsize)
+    lanes = min(32, power_of_two(p.out_channels // vector)) if channels_last else 1
     units = p.out_pixels // vector
     items = p.batch * (p.out_pixels if channels_last else units)
     if items == 0 or items + INT32_MAX // 1024 > INT32_MAX:
         return None
     blocks = -(-p.out_channels // (lanes * vector)) if channels_last else p.out_channels
     slices = slices_of(items, _ITEMS * _THREADS // lanes, _BLOCKS * config.spec.multiprocessors // blocks)
-    share = -(-items // slices)
+    macros: Macros = {
+        "ELEMENT_T": ELEMENT_TYPES[config.dtype],
+        "SUM_T": ELEMENT_TYPES[config.dtype],
+        "CHANNELS_LAST": int(channels_last),
+        "VECTOR": vector,
+        "LANES": lanes,
+    }
     params: Params = {
         "grad_output, sums, grad_bias": ("grad_output", *(("sums", None) if slices > 1 else (None, "grad_bias"))),
         "by_units": reciprocal(max(1, units)),
-        "channels, units, items, share": (p.out_channels, units, items, share),
+        "channels, units, items, share": (p.out_channels, units, items, -(-items // slices)),
     }
-    grid, block = (blocks, slices, 1), (_THREADS, 1, 1)
-    main = Launch("splits/bias_grad.cu", macros, grid, block, params)
+    main = Launch("splits/bias_grad.cu", macros, (blocks, slices, 1), (_THREADS, 1, 1), params)
     operand = Operand("grad_output", config.memory_format, vector * config.dtype.itemsize)
     output = Output("grad_bias", (p.out_channels,), (1,))
     if slices == 1:

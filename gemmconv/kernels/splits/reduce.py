@@ -11,7 +11,6 @@ from typing import cast
 
 import torch
 
-from gemmconv.device import REFERENCE
 from gemmconv.geometry import Problem
 from gemmconv.kernels.base import Config, accumulator_dtype
 from gemmconv.kernels.integers import power_of_two_within
@@ -40,22 +39,10 @@ def sum_partials(config: Config, slices: int) -> Launch:
 
 def sums(dtype: torch.dtype, elements: int, slices: int, partials: str, target: str) -> Launch:
     """The launch that adds up ``slices`` of ``elements`` each from ``partials`` into ``target``."""
-    return _launch(sum_macros(dtype, elements), (1, 1, elements), slices, partials, target)
-
-
-def sum_macros(dtype: torch.dtype, elements: int) -> Macros:
-    """Macros that specialise csrc/splits/reduce.cu for any number of partial sums in the layout of the sums.
-
-    Many elements are read in pieces, by fewer blocks: two slices of 819,200 sums took 20 us, one by one.
-    """
-    partial, run = accumulator_dtype(dtype), _LONG_RUN if elements >= _MANY else 32
-    pieces = _piece(partial, run, elements), _piece(dtype, run, elements)
-    return {**_types(dtype, partial), "TAPS": 1, "RUN": run, "SHARES": 8, "READ": pieces[0], "WRITE": pieces[1]}
-
-
-def _types(dtype: torch.dtype, partial: torch.dtype) -> Macros:
-    element = ELEMENT_TYPES[dtype]
-    return {"ELEMENT_T": element, "SUM_T": element, "PARTIAL_T": ELEMENT_TYPES[partial], "CHANNELS_LAST": 0}
+    # Many elements are read in pieces, by fewer blocks: two slices of 819,200 sums took 20 us, one by one.
+    run = _LONG_RUN if elements >= _MANY else 32
+    macros = _macros(dtype, accumulator_dtype(dtype), 1, run, elements)
+    return _launch({**macros, "SHARES": 8}, (1, 1, elements), slices, partials, target)
 
 
 def widened(step: Step, dtype: torch.dtype) -> Launch | None:
@@ -111,21 +98,14 @@ def wgrad_partial_bytes(problem: Problem, itemsize: int, slices: int, most_slice
     return (itemsize if (most_slices or slices) == 1 else 4 * slices) * math.prod(problem.weight_shape)
 
 
-def wgrad_macros(
-    problem: Problem, dtype: torch.dtype, slices: int, multiprocessors: int = REFERENCE.multiprocessors
-) -> Macros:
+def wgrad_macros(problem: Problem, dtype: torch.dtype, slices: int, multiprocessors: int) -> Macros:
     """Macros that specialise csrc/splits/reduce.cu for at most ``slices`` slices."""
     run, partial = _run(problem, slices, multiprocessors), wgrad_partial_dtype(dtype, slices)
-    columns = problem.group_out_channels
-    read, write = _piece(partial, run, columns), _piece(dtype, run * problem.taps, columns * problem.taps)
-    return {
-        **_types(dtype, partial),
-        "TAPS": problem.taps,
-        "RUN": run,
-        "SHARES": _shares(problem, run, slices, read),
-        "READ": read,
-        "WRITE": write,
-    }
+    macros = _macros(dtype, partial, problem.taps, run, problem.group_out_channels)
+    # Threads that share the slices of one weight: a power of two, so few that no thread has more than one piece.
+    pieces = problem.taps * run // int(macros["READ"])
+    most = min(_MOST_SHARES, slices, _THREADS // pieces, _BYTES // _bytes(problem, run))
+    return {**macros, "SHARES": power_of_two_within(most, most)}
 
 
 def wgrad_program(
@@ -169,9 +149,21 @@ def _launch(macros: Macros, shape: tuple[int, int, int], slices: int, partials: 
     return Launch(_SOURCE, macros, (groups * rows * runs, 1, 1), (_THREADS, 1, 1), params)
 
 
-def _piece(dtype: torch.dtype, *counts: int) -> int:
-    """Elements that are read or written at once: 16 bytes of them, or less if that does not divide all counts."""
-    return math.gcd(_PIECE_BYTES // dtype.itemsize, *counts)
+def _macros(dtype: torch.dtype, partial: torch.dtype, taps: int, run: int, columns: int) -> Macros:
+    """Macros that specialise csrc/splits/reduce.cu, but for SHARES, to add up runs of as many of the columns.
+
+    READ and WRITE elements are read and written at once: 16 bytes of them, or less if that does not divide all counts.
+    """
+    return {
+        "ELEMENT_T": ELEMENT_TYPES[dtype],
+        "SUM_T": ELEMENT_TYPES[dtype],
+        "PARTIAL_T": ELEMENT_TYPES[partial],
+        "CHANNELS_LAST": 0,
+        "TAPS": taps,
+        "RUN": run,
+        "READ": math.gcd(_PIECE_BYTES // partial.itemsize, run, columns),
+        "WRITE": math.gcd(_PIECE_BYTES // dtype.itemsize, run * taps, columns * taps),
+    }
 
 
 def _bytes(problem: Problem, run: int) -> int:
@@ -190,10 +182,3 @@ def _run(problem: Problem, slices: int, multiprocessors: int) -> int:
             break
         run *= 2
     return run
-
-
-def _shares(problem: Problem, run: int, slices: int, read: int) -> int:
-    """Threads that share the slices of one weight: a power of two, so few that no thread has more than one piece."""
-    pieces = problem.taps * run // read
-    most = min(_MOST_SHARES, slices, _THREADS // pieces, _BYTES // _bytes(problem, run))
-    return power_of_two_within(most, most)
