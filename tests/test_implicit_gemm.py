@@ -214,12 +214,13 @@ def test_stages_fit_shared_memory_and_have_no_bank_conflicts(plan):
 def test_blocks_take_every_tile_once_and_keep_their_set_where_weights_stay(plan):
     sets = plan.phase_sets * plan.channel_sets * plan.problem.groups
     period = plan.strip_rows * plan.pitch
-    assert plan.items == plan.tiles * sets
+    tiles, rest = divmod(plan.items, sets)
+    assert rest == 0 <= tiles * plan.tile - plan.problem.batch * plan.strips * period < plan.tile
     assert plan.in_order == (plan.strips == 1 or period <= plan.tile)
     assert 0 < plan.bottom <= plan.tile
     assert (period - plan.bottom) % plan.tile == 0
     for multiprocessors in (1, 7, 132, 200):
-        blocks = plan.blocks_on(multiprocessors)
+        blocks = plan.blocks_of(plan.items, multiprocessors)
         assert 1 <= blocks <= plan.items
         assert plan.resident or not plan.turns
         if plan.turns:  # a warpgroup's turn ends only if all inputs of an item have a stage
@@ -259,7 +260,7 @@ def test_tables_and_positions_of_what_is_not_declined_fit(name, monkeypatch):
         assert plan.span[1] <= implicit_gemm.macros_of(plan, config.dtype)["PHASE_BASE"]
         assert plan.phase_sets * plan.channel_sets <= 65_535  # blocks along y
         # What the kernel adds to find the strip of a position.
-        last_position = (plan.tiles - 1) * plan.tile + plan.first + plan.patch - 1
+        last_position = (plan.items // plan.sets - 1) * plan.tile + plan.first + plan.patch - 1
         assert last_position + plan.strip_rows * plan.pitch <= plan.last_position < 2**31
 
 
@@ -278,7 +279,7 @@ def test_plan_of_is_one_of_the_plans_and_hardly_slower_than_the_fastest(plan):
 def test_plan_of_an_empty_batch_has_nothing_to_do():
     plan = plan_of(Problem(0, 8, 8, 1, (4, 4), (3, 3)), "forward", 4, False, False)
     assert plan.items == 0
-    assert plan.blocks_on(132) >= 1
+    assert plan.blocks_of(0, 132) >= 1
     assert plan.cycles > 0
 
 

@@ -30,6 +30,7 @@ from gemmconv.kernels.program import (
 )
 from gemmconv.kernels.sm90.base import CLOCK_RATE, Sm90Kernel, variant_of
 from gemmconv.kernels.sm90.implicit_gemm_choice import plan_of, plans_of, with_other_columns
+from gemmconv.kernels.sm90.implicit_gemm_cost import cycles_of_tensor_cores
 from gemmconv.kernels.sm90.implicit_gemm_plan import BLOCK_ROWS, PHASE_BASE, SHARED_BYTES, Plan
 from gemmconv.kernels.weights import pack
 
@@ -174,13 +175,16 @@ class ImplicitGemm(Sm90Kernel):
 
     def fitted(self, config: Config, direction: Pass, tile: Plan) -> Plan | None:
         plan = tile.fitted(config.problem)
-        if plan is not None and plan.items_of_a_block <= _FEW_ITEMS:  # how tiles come out even is most of what counts
+        if (
+            plan is not None and plan.items_of_a_block(config.problem.batch) <= _FEW_ITEMS
+        ):  # how tiles come out even is most of what counts
             others = [one.fitted(config.problem) for one in with_other_columns(tile)]
             plan = min((plan, *(one for one in others if one is not None)), key=lambda one: one.cycles)
         return None if plan is None or _too_large(plan) else plan
 
     def seconds(self, config: Config, direction: Pass, tile: Plan) -> float:
-        return _COST.launch_seconds + tile.expected_cycles / CLOCK_RATE + 2 * tile.packed_bytes / _COST.weight_rate
+        cycles = max(tile.cycles, cycles_of_tensor_cores(tile))
+        return _COST.launch_seconds + cycles / CLOCK_RATE + 2 * tile.packed_bytes / _COST.weight_rate
 
     def program(self, config: Config, direction: Pass, tile: Plan) -> Program:
         p, block = config.problem, (tile.loaders + _OTHER_THREADS, 1, 1)
@@ -209,7 +213,7 @@ class ImplicitGemm(Sm90Kernel):
             f"step_offset[{len(offsets)}]": offsets,
         }
         packing = pack.packing(weight_macros_of(tile, config.dtype), p.groups)
-        macros, grid = macros_of(tile, config.dtype), (tile.blocks_on(config.spec.multiprocessors), 1, 1)
+        macros, grid = macros_of(tile, config.dtype), (tile.blocks_of(tile.items, config.spec.multiprocessors), 1, 1)
         main = Launch("sm90/implicit_gemm.cu", macros, grid, block, params, tile.shared_bytes, overlaps=True)
         launches = (packing, main) if tile.items else ()
         return gathering(config, tile.direction, launches, {"packed": tile.packed_bytes})

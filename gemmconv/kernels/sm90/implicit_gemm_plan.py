@@ -23,7 +23,6 @@ from gemmconv.kernels.sm90.implicit_gemm_cost import (
     cost_of_boxes,
     cost_of_lines,
     cycles_of_items,
-    cycles_of_tensor_cores,
     item_cycles_of,
 )
 from gemmconv.kernels.weights.pack import MOST_ENTRIES, ROWS_CHANNELS, ROWS_LINES, ROWS_PLAIN, ROWS_SLOTS
@@ -134,13 +133,11 @@ class Plan(Gathering):
     @cached_property
     def pairing(self) -> int:
         """Where a thread has neighbouring outputs."""
-        if self.channels_last:
-            return PAIR_ROWS if self.channels % 2 == 0 else PAIR_NONE
         if self.lined:
             return PAIR_NONE
-        if self.blocks > 1:
+        if self.blocks > 1 and not self.channels_last:
             return PAIR_BLOCKS
-        return PAIR_ROWS if self.slots % 2 == 0 else PAIR_NONE
+        return PAIR_ROWS if (self.channels if self.channels_last else self.slots) % 2 == 0 else PAIR_NONE
 
     @cached_property
     def inner(self) -> int:
@@ -188,11 +185,9 @@ class Plan(Gathering):
     @cached_property
     def most_vector(self) -> int:
         """The most outputs that a thread may store together."""
-        width, cells = self.output_size[1], self.strip_cells if self.strips > 1 else 0
         if self.channels_last:
-            if self.staged:
-                return self.element_units
-            return 2 if self.pairing == PAIR_ROWS and self.out_channels % 2 == 0 else 1
+            return self.element_units if self.staged else math.gcd(self.inner, self.out_channels)
+        width, cells = self.output_size[1], self.strip_cells if self.strips > 1 else 0
         if self.staged:
             return math.gcd(width, cells * self.span[1], self.pitch * self.span[1], 4)
         return math.gcd(self.inner, width, self.span[1])
@@ -387,13 +382,6 @@ class Plan(Gathering):
         return self.problem.batch * self.image_positions + self.tile + self.patch + self.strip_positions
 
     @property
-    def tiles(self) -> int:
-        return self._tiles_of(self.problem.batch)
-
-    def _tiles_of(self, batch: int) -> int:
-        return -(-batch * self.image_positions // self.tile)
-
-    @property
     def strip_tiles(self) -> int:
         """The most tiles that begin in a strip."""
         return -(-self.strip_positions // self.tile)
@@ -411,7 +399,10 @@ class Plan(Gathering):
     @cached_property
     def items(self) -> int:
         """The items that blocks take one after the other."""
-        return self.tiles * self.sets
+        return self._items_of(self.problem.batch)
+
+    def _items_of(self, batch: int) -> int:
+        return -(-batch * self.image_positions // self.tile) * self.sets
 
     # Inputs that come as boxes, or that land.
 
@@ -442,10 +433,11 @@ class Plan(Gathering):
     def _line_box_of(self, strip_rows: int) -> tuple[int, int, int]:
         if self._flat_of(strip_rows):
             return 1, 1, self.tile // -(-self.tile // _LONGEST_BOX)
-        rows, pitch = (1, strip_rows * self.pitch) if self.whole_images else (strip_rows, self.pitch)
-        images, line = self.problem.batch if self.strips == 1 else 1, self.units * _UNIT_BYTES
-        most = _LONGEST_BOX // self.unit[0]
-        return _line_box(self.tile, self.first, self.patch, images, rows, most, pitch, self.whole_images, line)
+        rows, pitch = (strip_rows * self.pitch, 1) if self.whole_images else (strip_rows, self.pitch)
+        most, row_bytes = _LONGEST_BOX // self.unit[0], pitch * self.units * _UNIT_BYTES
+        most_images = self.problem.batch if self.strips == 1 else 1
+        images, rows = _line_box(self.tile, self.first, self.patch, pitch, rows, most, most_images, row_bytes)
+        return (images, 1, rows) if self.whole_images else (images, rows, pitch)
 
     @property
     def flat(self) -> bool:
@@ -541,8 +533,7 @@ class Plan(Gathering):
             return self.compiled.landing_stages
         if not self.landing:
             return 0
-        stages = 1 + -(-_LANDING_BYTES // self.landing_bytes)
-        return 3 if stages < 4 else _MOST_LANDINGS
+        return 3 if 2 * self.landing_bytes >= _LANDING_BYTES else _MOST_LANDINGS
 
     # Stages in shared memory.
 
@@ -698,18 +689,15 @@ class Plan(Gathering):
         """Sets of all groups."""
         return self.phase_sets * self.channel_sets * self.problem.groups
 
-    def blocks_on(self, multiprocessors: int) -> int:
-        """Thread blocks of the launch: at most one a multiprocessor; where weights stay, so that each has one set."""
-        return self._blocks_of(self.items, multiprocessors)
-
-    def _blocks_of(self, items: int, multiprocessors: int) -> int:
+    def blocks_of(self, items: int, multiprocessors: int) -> int:
+        """Thread blocks for so many items: at most one a multiprocessor; each has one set where weights stay."""
         blocks = max(1, min(items, multiprocessors))
         return max(blocks // self.sets, 1) * self.sets if self.resident else blocks
 
-    @property
-    def items_of_a_block(self) -> int:
-        """Items that a block takes, at most."""
-        return -(-self.items // self.blocks_on(self.multiprocessors))
+    def items_of_a_block(self, batch: int) -> int:
+        """Items that a block takes, at most, of a launch for so many images."""
+        items = self._items_of(batch)
+        return -(-items // self.blocks_of(items, self.multiprocessors))
 
     @property
     def shared_bytes(self) -> int:
@@ -760,14 +748,7 @@ class Plan(Gathering):
 
     def cycles_of_batch(self, batch: int, least_bytes: int) -> float:
         """Roughly the cycles of a launch for so many images, which moves so many bytes of memory at least."""
-        items = self._tiles_of(batch) * self.sets
-        items_of_a_block = -(-items // self._blocks_of(items, self.multiprocessors))
-        return cycles_of_items(items_of_a_block, self.item_cycles, least_bytes)
-
-    @cached_property
-    def expected_cycles(self) -> float:
-        """Estimated cycles with the tensor cores' as a lower bound, by which kernels are compared."""
-        return max(self.cycles, cycles_of_tensor_cores(self))
+        return cycles_of_items(self.items_of_a_block(batch), self.item_cycles, least_bytes)
 
     def fitted(self, problem: Problem) -> Plan | None:
         """The plan for a problem that differs in sizes alone, with as much of what is compiled as these allow.
@@ -778,8 +759,6 @@ class Plan(Gathering):
         plan = changed(self, problem=problem, compiled=kernel)
         if self.strips > 1:
             plan = changed(plan, strips=-(-plan.cells[1] // self.strip_cells))
-            if plan.strips > 1 and (plan.strips - 1) * plan.strip_cells >= plan.cells[1]:
-                plan = changed(plan, strips=-(-plan.cells[1] // plan.strip_cells))
         if not (plan.suits_memory and plan.possible) or plan.most_vector % kernel.vector:
             return None
         if plan.landing:
@@ -799,32 +778,26 @@ def _boxes_of(tile: int, first: int, patch: int, positions: int) -> int:
 
 @lru_cache(maxsize=1024)
 def _line_box(
-    tile: int, first: int, patch: int, images: int, rows: int, most_rows: int, pitch: int, divisible: bool, line: int
-) -> tuple[int, int, int]:
-    """The images, rows and positions of a row of a box that a patch comes the fastest with.
+    tile: int, first: int, patch: int, pitch: int, rows: int, most_rows: int, most_images: int, row_bytes: int
+) -> Pair:
+    """The images and rows of a box that a patch comes the fastest with: a part of an image's rows, or all of several.
 
     Args:
         tile, first, patch: positions of a tile, to the first of its patch, and of the patch.
-        images: of how many a box may have all rows.
-        rows, pitch: of an image, or a strip; positions of a row.
-        most_rows: of a box.
-        divisible: whether a box has a part of a row, or all rows of images.
-        line: bytes of a position.
+        pitch, rows: positions of a row, rows of an image or a strip.
+        most_rows, most_images: of a box.
+        row_bytes: bytes of a row.
     """
 
-    def cost(box: tuple[int, int, int]) -> tuple[float, int]:
-        positions = math.prod(box)
-        boxes = _boxes_of(tile, first, patch, positions)
-        return cost_of_boxes(boxes, boxes * positions * line), boxes * positions
+    def cost(box: Pair) -> tuple[float, int]:
+        box_rows = math.prod(box)
+        boxes = _boxes_of(tile, first, patch, box_rows * pitch)
+        return cost_of_boxes(boxes, boxes * box_rows * row_bytes), boxes * box_rows
 
-    if divisible:
-        found = [(1, 1, width) for width in range(1, _LONGEST_BOX + 1) if pitch % width == 0]
-    else:
-        found = [(1, count, pitch) for count in range(1, min(rows, most_rows) + 1) if rows % count == 0]
-    if pitch <= _LONGEST_BOX and rows <= most_rows:
-        most = min(images, _LONGEST_BOX, 1 + patch // (rows * pitch))
-        found += [(count, rows, pitch) for count in range(2, most + 1)]
-    aligned = [box for box in found if math.prod(box) * line % _BOX_ALIGNMENT == 0]
+    found = [(1, count) for count in range(1, min(rows, most_rows) + 1) if rows % count == 0]
+    if rows <= most_rows:
+        found += [(count, rows) for count in range(2, min(most_images, _LONGEST_BOX, 1 + patch // (rows * pitch)) + 1)]
+    aligned = [box for box in found if math.prod(box) * row_bytes % _BOX_ALIGNMENT == 0]
     return min(aligned or found, key=cost)
 
 
