@@ -466,7 +466,7 @@ for one in FUSED_RUNS:
 
 def run_of_many_items(case, suits, columns=32, layout="contiguous"):
     """A block with many items, chunks and steps, of the first plan of small tiles that suits."""
-    plans = plans_of(problem_of(case), "forward", 2, False, layout == "channels_last")
+    plans = plans_of(Plan(problem_of(case), "forward", 2, False, layout == "channels_last"))
     choice = next(plan for plan in plans if plan.columns == columns and plan.units == 4 and suits(plan))
     return Run("fused", case, torch.float16, layout, multiprocessors=0, choice=choice)
 

@@ -111,36 +111,35 @@ def input_map(plan: Plan) -> TensorMapSpec:
 
 def _loader_params(plan: Plan) -> Params:
     """The params that depend on how inputs come into shared memory."""
-    params: dict[str, Any] = {}
-    plane_spots = plan.patch // (plan.wide if plan.unit[1] == 1 else 1)
+    plane_spots = plan.patch // plan.neighbours
+    spots = {"by_spots, by_plane_spots": (small_reciprocal(plan.spots), small_reciprocal(plane_spots))}
+    if plan.way == "loaded":
+        return {**spots, "batches, together": (plan.batches, -(-plan.loads // plan.batches))}
+    lines, params = plan.way == "lines", dict[str, Any]()
     if plan.landing:
         runs, rows = plan.run_pitch * plan.unit[1] + 2 * plan.element_units, plan.pieces // plan.unit[0]
         params |= {
             "by_run_pitch, by_run_span": (reciprocal(plan.run_pitch), reciprocal(runs)),
             "by_run_pieces, by_pieces": (small_reciprocal(rows), small_reciprocal(plan.pieces)),
-            "by_spots, by_plane_spots": (small_reciprocal(plan.spots), small_reciprocal(plane_spots)),
+            **spots,
             "run_pitch, run_pieces": (plan.run_pitch, rows),
             "landed_channel, rows_above": (plan.landed_channel_bytes, -(-max(0, -plan.first) // plan.pitch)),
         }
-    elif plan.way == "loaded":
+    params |= {
+        "box_images, box_rows, box_width": (plan.line_box[0] if lines else 0, *plan.box_size),
+        "boxes, flat": (plan.boxes, int(lines and plan.flat)),
+    }
+    if lines:
+        strip_boxes = plan.strip_positions // plan.box_positions
         params |= {
-            "by_spots, by_plane_spots": (small_reciprocal(plan.spots), small_reciprocal(plane_spots)),
-            "batches, together": (plan.batches, -(-plan.loads // plan.batches)),
-        }
-    if plan.way != "loaded":
-        images = plan.line_box[0] if plan.way == "lines" else 0
-        params |= {
-            "box_images, box_rows, box_width": (images, *plan.box_size),
-            "boxes, flat": (plan.boxes, int(plan.way == "lines" and plan.flat)),
-        }
-    if plan.way == "lines":
-        positions = math.prod(plan.line_box)
-        strip_boxes = plan.strip_positions // positions
-        params |= {
-            "by_boxes, by_positions, by_strip_boxes": (*map(reciprocal, (plan.boxes, positions, max(1, strip_boxes))),),
-            "strip_boxes": strip_boxes,
+            "by_boxes, by_positions": (reciprocal(plan.boxes), reciprocal(plan.box_positions)),
+            "by_strip_boxes, strip_boxes": (reciprocal(max(1, strip_boxes)), strip_boxes),
         }
     return params
+
+
+def _smallest(config: Config, direction: Pass) -> Plan:
+    return Plan(config.problem, direction, *variant_of(config), multiprocessors=config.spec.multiprocessors)
 
 
 def _too_large(plan: Plan) -> str | None:
@@ -159,15 +158,14 @@ class ImplicitGemm(Sm90Kernel):
     serves = "layers whose tiles fit shared memory"
 
     def tiles(self, config: Config, direction: Pass) -> list[Plan]:
-        return plans_of(config.problem, direction, *variant_of(config), config.spec.multiprocessors)
+        return plans_of(_smallest(config, direction))
 
     def tile(self, config: Config, direction: Pass) -> Plan | None:
-        plan = plan_of(config.problem, direction, *variant_of(config), config.spec.multiprocessors)
+        plan = plan_of(_smallest(config, direction))
         return None if plan is None or _too_large(plan) else plan
 
     def why_not_sizes(self, config: Config, direction: Pass) -> str | None:
-        p = config.problem
-        plan = plan_of(p, direction, *variant_of(config), config.spec.multiprocessors)
+        p, plan = config.problem, plan_of(_smallest(config, direction))
         if plan is not None:
             return _too_large(plan)
         window = f"kernel_size={p.kernel_size}, stride={p.stride}, dilation={p.dilation}"
@@ -193,13 +191,9 @@ class ImplicitGemm(Sm90Kernel):
             **({"map": input_map(tile)} if tile.way == "lines" or tile.landing_box else {}),
             "input, packed": ("input", "packed"),
             "bias, output": ("bias" if tile.direction == "forward" else None, "output"),
-            "by_strips, by_strip_rows, by_strip_tiles": (
-                *map(reciprocal, (tile.strips, tile.strip_rows, tile.strip_tiles)),
-            ),
-            "by_image_positions, by_bottom, by_sets": (
-                *map(reciprocal, (tile.image_positions, tile.bottom, tile.sets)),
-            ),
-            "by_pitch": reciprocal(tile.pitch),
+            "by_strips, by_strip_rows": (reciprocal(tile.strips), reciprocal(tile.strip_rows)),
+            "by_strip_tiles, by_image_positions": (reciprocal(tile.strip_tiles), reciprocal(tile.image_positions)),
+            "by_bottom, by_sets, by_pitch": (reciprocal(tile.bottom), reciprocal(tile.sets), reciprocal(tile.pitch)),
             "batch, groups": (p.batch, p.groups),
             "h_in, w_in, h_out, w_out": (*tile.input_size, *tile.output_size),
             "strips, strip_rows, strip_cells, cells_h": (tile.strips, tile.strip_rows, tile.strip_cells, tile.cells[0]),

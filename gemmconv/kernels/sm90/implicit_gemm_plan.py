@@ -272,7 +272,7 @@ class Plan(Gathering):
         least = self._least_pitch(1) if self.strips == 1 else self.strip_cells + self._reach[1][1] - self.origin[1]
         if self.way == "lines":
             return least
-        multiple = 2 if least == self.input_size[1] else max(2, self._neighbours)
+        multiple = 2 if least == self.input_size[1] else max(2, self.neighbours)
         return up_to_multiple(least, multiple)
 
     @cached_property
@@ -294,7 +294,7 @@ class Plan(Gathering):
         return rows * cost_of_lines(self, boxes, boxes * positions * self.units * _UNIT_BYTES)
 
     @property
-    def _neighbours(self) -> int:
+    def neighbours(self) -> int:
         """Neighbouring positions that are loaded together: one where these are of neighbouring planes."""
         return self.wide if self.unit[1] == 1 else 1
 
@@ -320,7 +320,7 @@ class Plan(Gathering):
         """The input, in units, of a strip's first position."""
         if self.strips == 1:
             return 0, 0
-        return 0, self._reach[1][0] // self._neighbours * self._neighbours
+        return 0, self._reach[1][0] // self.neighbours * self.neighbours
 
     def _place(self, row: int, column: int) -> int:
         """Positions from a cell to the input at a shift in units, in its plane."""
@@ -342,12 +342,12 @@ class Plan(Gathering):
     @cached_property
     def first(self) -> int:
         """The first position of a tile's inputs, relative to its first cell."""
-        return self.places[0] // self._neighbours * self._neighbours
+        return self.places[0] // self.neighbours * self.neighbours
 
     @cached_property
     def patch(self) -> int:
         """Positions of a tile's inputs, of each plane."""
-        return up_to_multiple(self.tile + self.places[1] - self.first, self._neighbours)
+        return up_to_multiple(self.tile + self.places[1] - self.first, self.neighbours)
 
     @cached_property
     def unit_pitch(self) -> int:
@@ -364,7 +364,7 @@ class Plan(Gathering):
     @cached_property
     def plane_pitch(self) -> int:
         """Positions from one plane of a patch to the next."""
-        return self.boxes * self._box_positions if self.way == "lines" else self.patch
+        return self.boxes * self.box_positions if self.way == "lines" else self.patch
 
     @cached_property
     def strip_positions(self) -> int:
@@ -448,13 +448,13 @@ class Plan(Gathering):
         return self.whole_images and self.places == (0, 0) and strip_rows == self.input_size[0]
 
     @property
-    def _box_positions(self) -> int:
+    def box_positions(self) -> int:
         return math.prod(self.line_box)
 
     @property
     def boxes(self) -> int:
         """Boxes of a plane of a patch."""
-        return _boxes_of(self.tile, self.first, self.patch, self._box_positions) if self.way == "lines" else 1
+        return _boxes_of(self.tile, self.first, self.patch, self.box_positions) if self.way == "lines" else 1
 
     @property
     def _whole_chunks(self) -> bool:
@@ -733,7 +733,7 @@ class Plan(Gathering):
             return self._unit_words <= min(self.loaded_words, self._load_registers[0] // 3)
         if self.units == 2 or not (self._whole_chunks and (self.few_loaders or self.rounded)):
             return False
-        boxes, box_bytes = self.boxes * math.prod(self.unit), self._box_positions * self.units * _UNIT_BYTES
+        boxes, box_bytes = self.boxes * math.prod(self.unit), self.box_positions * self.units * _UNIT_BYTES
         return boxes <= _MOST_BOXES and (boxes == 1 or box_bytes % _BOX_ALIGNMENT == 0)
 
     @cached_property
