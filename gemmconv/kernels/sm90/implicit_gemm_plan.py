@@ -761,12 +761,9 @@ class Plan(Gathering):
             plan = changed(plan, strips=-(-plan.cells[1] // self.strip_cells))
         if not (plan.suits_memory and plan.possible) or plan.most_vector % kernel.vector:
             return None
-        if plan.landing:
-            if plan.pieces * kernel.sharers > plan.loaders or plan.landed_turns > kernel.landed_turns:
-                return None
-            if plan.partial_pieces and not kernel.partial_pieces:
-                return None
-        return plan
+        if plan.landing and (plan.pieces * kernel.sharers > plan.loaders or plan.landed_turns > kernel.landed_turns):
+            return None
+        return None if plan.partial_pieces and not kernel.partial_pieces else plan
 
 
 def _boxes_of(tile: int, first: int, patch: int, positions: int) -> int:
