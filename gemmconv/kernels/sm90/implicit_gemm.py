@@ -19,15 +19,7 @@ from gemmconv.kernels.base import Config, Pass
 from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.integers import INT32_MAX
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, index_macros, named_macros, table
-from gemmconv.kernels.program import (
-    Launch,
-    Params,
-    Program,
-    TensorMapSpec,
-    gathering,
-    reciprocal,
-    small_reciprocal,
-)
+from gemmconv.kernels.program import Launch, Params, Program, TensorMapSpec, gathering, reciprocal, small_reciprocal
 from gemmconv.kernels.sm90.base import CLOCK_RATE, Sm90Kernel, variant_of
 from gemmconv.kernels.sm90.implicit_gemm_choice import plan_of, plans_of, with_other_columns
 from gemmconv.kernels.sm90.implicit_gemm_cost import cycles_of_tensor_cores
@@ -52,13 +44,11 @@ def macros_of(plan: Plan, dtype: torch.dtype) -> Macros:
         "PHASES": table([-1 if phase is None else phase[0] * PHASE_BASE + phase[1] for phase in phases]),
         **named_macros(plan, "unit span columns channels_last"),
         "PING_PONG": int(plan.turns),
-        **named_macros(plan, "pairing staged line_cells vector"),
+        **named_macros(plan, "pairing staged line_cells vector vector_loads wide"),
         "PAIRED_CELLS": int(plan.staged or plan.pitch % 2 == 0),
-        "VECTOR_LOADS": int(plan.vector_loads),
         "BOXED": int(plan.way == "lines"),
         **named_macros(plan, "landing_box landing_units landing_stages"),
         **named_macros(plan.compiled or plan, "partial_pieces sharers landed_turns"),
-        "WIDE": plan.wide,
         "PRODUCERS": plan.loaders,
         "LOADED_TOGETHER": plan.together,
         **index_macros(plan.problem.batch * plan.problem.image_elements),

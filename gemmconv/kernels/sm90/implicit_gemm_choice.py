@@ -8,14 +8,7 @@ from functools import lru_cache
 
 from gemmconv.geometry import Pair
 from gemmconv.hashing import changed
-from gemmconv.kernels.sm90.implicit_gemm_plan import (
-    BLOCK_ROWS,
-    FEW_LOADERS,
-    MANY_LOADERS,
-    MOST_COLUMNS,
-    WIDEST,
-    Plan,
-)
+from gemmconv.kernels.sm90.implicit_gemm_plan import BLOCK_ROWS, FEW_LOADERS, MANY_LOADERS, MOST_COLUMNS, WIDEST, Plan
 
 _PROMISING = 4  # kinds of plans, all plans of which are looked at, and plans
 _BATCHES = (1, 64)  # for which kinds are promising, or not
@@ -84,8 +77,7 @@ def _tried(kind: Plan) -> list[Plan]:
 
 def _kinds(smallest: Plan, widths: tuple[int, ...]) -> Iterator[Plan]:
     """The kinds of plans with strips of some widths: a kind leaves open columns, units and loaders alone."""
-    channels = smallest.out_channels
-    for multiple, slots, blocks in _left_sides(smallest.span[1], channels, smallest.channels_last):
+    for multiple, slots, blocks in _left_sides(smallest):
         left = changed(smallest, multiple=multiple, slots=slots, blocks=blocks)
         cells = left.cells[1]
         wanted = (*widths, *_WHOLE_WIDTHS) if left.planes_conflict else widths
@@ -95,7 +87,7 @@ def _kinds(smallest: Plan, widths: tuple[int, ...]) -> Iterator[Plan]:
             both = changed(left, warpgroups_m=2, phase_sides=2)
             if 2 * both.all_steps == left.all_steps:  # the same for either side
                 sides.append((2, 2))  # of those of one estimate the first is taken: rows beside each other are faster
-        if channels > left.channels:
+        if left.out_channels > left.channels:
             sides.append((2, 1))
         for strip in strips:
             for right in _right_sides(changed(left, strips=strip)):
@@ -137,18 +129,13 @@ def _units(plan: Plan) -> tuple[int, ...]:
     return (2, 4, 8) if 0 < -(-plan.in_channels // plan.element_units) % 4 <= 2 else (4, 8)
 
 
-def _left_sides(span: int, channels: int, channels_last: bool) -> Iterator[tuple[Pair, int, int]]:
-    """Multiples of the smallest cell, slots of an M block, M blocks of a warpgroup.
-
-    Args:
-        span: outputs of the smallest cell across.
-        channels: output channels of a group.
-        channels_last: format; without it, a warpgroup may have all columns of a cell, to store rows of them.
-    """
+def _left_sides(smallest: Plan) -> Iterator[tuple[Pair, int, int]]:
+    """Multiples of the smallest cell, slots of an M block, M blocks of a warpgroup."""
+    span, channels = smallest.span[1], smallest.out_channels
     yield (1, 1), 1, 1
     if span % 2 == 0:
         yield (1, 1), 1, 2
-    if not channels_last:
+    if not smallest.channels_last:  # a warpgroup may have all columns of a cell, to store rows of them
         if span in _ALL_COLUMNS:
             yield (1, 1), 1, span
         yield from (((1, 1), slots, blocks) for slots, blocks in _LINED.get(span, ()) if slots * channels > BLOCK_ROWS)

@@ -19,12 +19,7 @@ from gemmconv.kernels.base import Pass
 from gemmconv.kernels.integers import even_share, up_to_multiple
 from gemmconv.kernels.pass_geometry import Gathering
 from gemmconv.kernels.phases import axis_taps
-from gemmconv.kernels.sm90.implicit_gemm_cost import (
-    cost_of_boxes,
-    cost_of_lines,
-    cycles_of_items,
-    item_cycles_of,
-)
+from gemmconv.kernels.sm90.implicit_gemm_cost import cost_of_boxes, cost_of_lines, cycles_of_items, item_cycles_of
 from gemmconv.kernels.weights.pack import MOST_ENTRIES, ROWS_CHANNELS, ROWS_LINES, ROWS_PLAIN, ROWS_SLOTS
 
 SHARED_BYTES = REFERENCE.shared_bytes
@@ -594,8 +589,8 @@ class Plan(Gathering):
         if self.way != "loaded":
             return 0
         # A thread loads as many as fit its registers with addresses. All else has 8 registers fewer, and none spills.
-        registers, others = self._load_registers
-        most = min(self.loaded_words // self._unit_words, (registers - others + 8) // (self._unit_words + 1))
+        registers, others, words = self._load_registers
+        most = min(words // self._unit_words, (registers - others + 8) // (self._unit_words + 1))
         needed = even_share(self.loads, most)
         return most if 2 * needed > most else -(-most // 2)
 
@@ -620,17 +615,12 @@ class Plan(Gathering):
         return 4 if self.vector_loads else self.element_units * -(-self.wide * self.itemsize // 4)
 
     @cached_property
-    def loaded_words(self) -> int:
-        """Words that a thread loads at once, of the registers that those who multiply leave."""
-        most, (registers, others) = 40 if self.vector_loads else 64, self._load_registers
-        return min(most, registers // 2, registers - others)
-
-    @cached_property
-    def _load_registers(self) -> Pair:
-        """Registers of a thread that loads, which two warpgroups with sums leave; and for all but what it loads."""
+    def _load_registers(self) -> tuple[int, int, int]:
+        """Registers that two warpgroups with sums leave a thread that loads; for all but that; words loaded at once."""
         sums = (self.blocks + self.split) * self.columns // 2
         registers = 256 - max(144 if self.blocks > 2 else 136, sums + (48 if self.split else 56))
-        return registers, 64 if self.split else 48 if registers == 72 and not self.vector_loads else 56
+        others = 64 if self.split else 48 if registers == 72 and not self.vector_loads else 56
+        return registers, others, min(40 if self.vector_loads else 64, registers // 2, registers - others)
 
     @cached_property
     def _turned_bytes(self) -> int:
@@ -649,16 +639,12 @@ class Plan(Gathering):
     @property
     def _other_bytes(self) -> int:
         """Bytes beside the stages: places of inputs, what lands, outputs that are turned round."""
-        outputs = self._turned_bytes
-        if self.way == "lines":
-            return outputs
+        inputs = self.spots * _PLACE_BYTES if self.way == "loaded" else 0
         if self.landing:
-            places = self.spots * _SPOT_BYTES + self.landing_stages * self.landing_bytes
-            if self.landing_box:
-                places += self.landing_stages * _BARRIER_BYTES + _BOX_ALIGNMENT - _UNIT_BYTES
-        else:
-            places = self.spots * _PLACE_BYTES
-        return places + outputs
+            inputs = self.spots * _SPOT_BYTES + self.landing_stages * self.landing_bytes
+        if self.landing_box:
+            inputs += self.landing_stages * _BARRIER_BYTES + _BOX_ALIGNMENT - _UNIT_BYTES
+        return inputs + self._turned_bytes
 
     @cached_property
     def stages(self) -> Pair:
@@ -730,7 +716,8 @@ class Plan(Gathering):
         if self.landing:
             return self.pieces <= self.loaders
         if self.way == "loaded":
-            return self._unit_words <= min(self.loaded_words, self._load_registers[0] // 3)
+            registers, _, words = self._load_registers
+            return self._unit_words <= min(words, registers // 3)
         if self.units == 2 or not (self._whole_chunks and (self.few_loaders or self.rounded)):
             return False
         boxes, box_bytes = self.boxes * math.prod(self.unit), self.box_positions * self.units * _UNIT_BYTES
