@@ -163,9 +163,8 @@ class ImplicitGemm(Sm90Kernel):
 
     def fitted(self, config: Config, direction: Pass, tile: Plan) -> Plan | None:
         plan = tile.fitted(config.problem)
-        if (
-            plan is not None and plan.items_of_a_block(config.problem.batch) <= _FEW_ITEMS
-        ):  # how tiles come out even is most of what counts
+        if plan is not None and plan.items_of_a_block(plan.problem.batch) <= _FEW_ITEMS:
+            # How tiles come out even is most of what counts.
             others = [one.fitted(config.problem) for one in with_other_columns(tile)]
             plan = min((plan, *(one for one in others if one is not None)), key=lambda one: one.cycles)
         return None if plan is None or _too_large(plan) else plan

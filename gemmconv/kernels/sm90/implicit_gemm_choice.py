@@ -77,7 +77,8 @@ def _tried(kind: Plan) -> list[Plan]:
 
 def _kinds(smallest: Plan, widths: tuple[int, ...]) -> Iterator[Plan]:
     """The kinds of plans with strips of some widths: a kind leaves open columns, units and loaders alone."""
-    for multiple, slots, blocks in _left_sides(smallest):
+    for slots, blocks in _left_sides(smallest):
+        multiple = 1, max(1, slots // smallest.span[1])  # of the cell across, so that it has all phases of an M block
         left = changed(smallest, multiple=multiple, slots=slots, blocks=blocks)
         cells = left.cells[1]
         wanted = (*widths, *_WHOLE_WIDTHS) if left.planes_conflict else widths
@@ -129,20 +130,16 @@ def _units(plan: Plan) -> tuple[int, ...]:
     return (2, 4, 8) if 0 < -(-plan.in_channels // plan.element_units) % 4 <= 2 else (4, 8)
 
 
-def _left_sides(smallest: Plan) -> Iterator[tuple[Pair, int, int]]:
-    """Multiples of the smallest cell, slots of an M block, M blocks of a warpgroup."""
+def _left_sides(smallest: Plan) -> Iterator[Pair]:
+    """Slots of an M block, M blocks of a warpgroup."""
     span, channels = smallest.span[1], smallest.out_channels
-    yield (1, 1), 1, 1
+    yield 1, 1
     if span % 2 == 0:
-        yield (1, 1), 1, 2
+        yield 1, 2
     if not smallest.channels_last:  # a warpgroup may have all columns of a cell, to store rows of them
         if span in _ALL_COLUMNS:
-            yield (1, 1), 1, span
-        yield from (((1, 1), slots, blocks) for slots, blocks in _LINED.get(span, ()) if slots * channels > BLOCK_ROWS)
+            yield 1, span
+        yield from ((slots, blocks) for slots, blocks in _LINED.get(span, ()) if slots * channels > BLOCK_ROWS)
     for slots in (2, 3, 4):
-        if slots * channels > BLOCK_ROWS:
-            break
-        if span >= slots:
-            yield (1, 1), slots, 1
-        elif slots % span == 0:
-            yield (1, slots // span), slots, 1
+        if slots * channels <= BLOCK_ROWS and (span >= slots or slots % span == 0):
+            yield slots, 1
