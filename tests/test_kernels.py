@@ -110,7 +110,7 @@ FUSED_PATHS = {
     "staged_pixels_of_blocks": "staged and channels_last and (blocks > 1)",
     "channels_shared": "warpgroups_m > 1",
     "strips": "strips > 1",
-    "strips_of_more_tiles_than_others": "tiles % (problem.batch * strips) > 0",
+    "strips_of_more_tiles_than_others": "items // sets % (problem.batch * strips) > 0",
     "eight_units": "units == 8",
     "pairs_of_inputs_of_a_cell": "wide == 2 and unit[1] == 2",
     "widest": "columns * blocks == 256",
@@ -466,7 +466,7 @@ for one in FUSED_RUNS:
 
 def run_of_many_items(case, suits, columns=32, layout="contiguous"):
     """A block with many items, chunks and steps, of the first plan of small tiles that suits."""
-    plans = plans_of(problem_of(case), "forward", 2, False, layout == "channels_last")
+    plans = plans_of(Plan(problem_of(case), "forward", 2, False, layout == "channels_last"))
     choice = next(plan for plan in plans if plan.columns == columns and plan.units == 4 and suits(plan))
     return Run("fused", case, torch.float16, layout, multiprocessors=0, choice=choice)
 
@@ -864,8 +864,8 @@ def test_runs_of_fused_are_of_every_kind():
     assert {run.tile.split for run in usual(FUSED_RUNS) if run.tile.blocks == 2} == {True, False}
     assert {run.tile.channel_sets > 1 for run in usual(FUSED_RUNS) if run.tile.warpgroups_m == 2} == {True, False}
     assert {run.tile.slots > 1 for run in usual(FUSED_RUNS) if run.operation == "fused_input_grad"} == {True, False}
-    few_blocks = [run for run in usual(FUSED_RUNS) if run.multiprocessors is not None]
-    assert {run.tile.items > run.tile.blocks_on(run.multiprocessors or 1) for run in few_blocks} == {True, False}
+    few_blocks = [(run.tile, run.multiprocessors) for run in usual(FUSED_RUNS) if run.multiprocessors is not None]
+    assert {tile.items > tile.blocks_of(tile.items, count or 1) for tile, count in few_blocks} == {True, False}
 
 
 # float32 that is rounded on its way to tensor cores, by each kernel that does so.
@@ -1119,7 +1119,7 @@ TILE_PATHS = {
     """),
     "implicit_gemm": (FUSED_RUNS, """
         row_order == pack.ROWS_PLAIN; row_order == pack.ROWS_SLOTS; row_order == pack.ROWS_CHANNELS
-        vector > 1; channel_sets > 1; phase_sets > 1; tiles > 1; units == 4; chunks > 1; wide == 2
+        vector > 1; channel_sets > 1; phase_sets > 1; items > sets; units == 4; chunks > 1; wide == 2
         sum(set_steps) > pack.STEPS
     """),
 }

@@ -150,7 +150,7 @@ def test_weights_stay_in_blocks_only_where_each_set_has_a_multiprocessor():
     for count in (plan.sets - 1, plan.sets):
         other = replace(plan, multiprocessors=count)
         assert other.resident == (count == plan.sets)
-        assert other.blocks_on(count) <= count
+        assert other.blocks_of(other.items, count) <= count
 
 
 def test_no_algorithm_knows_how_many_multiprocessors_the_reference_has():

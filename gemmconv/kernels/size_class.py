@@ -53,13 +53,10 @@ def _problems(problem: Problem, elements: int) -> tuple[Problem, ...]:
     if height * width <= _SMALL:
         above = min(power_of_two(problem.batch), _TOTALS[-1] // _SMALL)
         return tuple(replace(problem, batch=one) for one in ([above // 2, above] if problem.batch < above else [above]))
-    index = bisect.bisect_left(_TOTALS, pixels)
-    totals = _TOTALS[index : index + 1] if pixels in _TOTALS else _TOTALS[max(0, index - 1) : index + 1]
-    problems: dict[Problem, None] = {}
-    for total in totals:
-        size = next(_sizes(problem, elements, total), problem.input_size)
-        problems[replace(problem, batch=max(1, round(total / math.prod(size))), input_size=size)] = None
-    return tuple(problems)
+    totals = _TOTALS[bisect.bisect_right(_TOTALS, pixels) - 1 : bisect.bisect_left(_TOTALS, pixels) + 1]
+    sizes = ((total, next(_sizes(problem, elements, total), problem.input_size)) for total in totals)
+    batches = ((max(1, round(total / math.prod(size))), size) for total, size in sizes)
+    return tuple(dict.fromkeys(replace(problem, batch=batch, input_size=size) for batch, size in batches))
 
 
 def _sizes(problem: Problem, elements: int, total: int) -> Iterator[Pair]:

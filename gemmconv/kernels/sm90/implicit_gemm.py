@@ -19,17 +19,10 @@ from gemmconv.kernels.base import Config, Pass
 from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.integers import INT32_MAX
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, index_macros, named_macros, table
-from gemmconv.kernels.program import (
-    Launch,
-    Params,
-    Program,
-    TensorMapSpec,
-    gathering,
-    reciprocal,
-    small_reciprocal,
-)
+from gemmconv.kernels.program import Launch, Params, Program, TensorMapSpec, gathering, reciprocal, small_reciprocal
 from gemmconv.kernels.sm90.base import CLOCK_RATE, Sm90Kernel, variant_of
 from gemmconv.kernels.sm90.implicit_gemm_choice import plan_of, plans_of, with_other_columns
+from gemmconv.kernels.sm90.implicit_gemm_cost import cycles_of_tensor_cores
 from gemmconv.kernels.sm90.implicit_gemm_plan import BLOCK_ROWS, PHASE_BASE, SHARED_BYTES, Plan
 from gemmconv.kernels.weights import pack
 
@@ -51,13 +44,11 @@ def macros_of(plan: Plan, dtype: torch.dtype) -> Macros:
         "PHASES": table([-1 if phase is None else phase[0] * PHASE_BASE + phase[1] for phase in phases]),
         **named_macros(plan, "unit span columns channels_last"),
         "PING_PONG": int(plan.turns),
-        **named_macros(plan, "pairing staged line_cells vector"),
+        **named_macros(plan, "pairing staged line_cells vector vector_loads wide"),
         "PAIRED_CELLS": int(plan.staged or plan.pitch % 2 == 0),
-        "VECTOR_LOADS": int(plan.vector_loads),
         "BOXED": int(plan.way == "lines"),
         **named_macros(plan, "landing_box landing_units landing_stages"),
         **named_macros(plan.compiled or plan, "partial_pieces sharers landed_turns"),
-        "WIDE": plan.wide,
         "PRODUCERS": plan.loaders,
         "LOADED_TOGETHER": plan.together,
         **index_macros(plan.problem.batch * plan.problem.image_elements),
@@ -110,36 +101,35 @@ def input_map(plan: Plan) -> TensorMapSpec:
 
 def _loader_params(plan: Plan) -> Params:
     """The params that depend on how inputs come into shared memory."""
-    params: dict[str, Any] = {}
-    plane_spots = plan.patch // (plan.wide if plan.unit[1] == 1 else 1)
+    plane_spots = plan.patch // plan.neighbours
+    spots = {"by_spots, by_plane_spots": (small_reciprocal(plan.spots), small_reciprocal(plane_spots))}
+    if plan.way == "loaded":
+        return {**spots, "batches, together": (plan.batches, -(-plan.loads // plan.batches))}
+    lines, params = plan.way == "lines", dict[str, Any]()
     if plan.landing:
         runs, rows = plan.run_pitch * plan.unit[1] + 2 * plan.element_units, plan.pieces // plan.unit[0]
         params |= {
             "by_run_pitch, by_run_span": (reciprocal(plan.run_pitch), reciprocal(runs)),
             "by_run_pieces, by_pieces": (small_reciprocal(rows), small_reciprocal(plan.pieces)),
-            "by_spots, by_plane_spots": (small_reciprocal(plan.spots), small_reciprocal(plane_spots)),
+            **spots,
             "run_pitch, run_pieces": (plan.run_pitch, rows),
             "landed_channel, rows_above": (plan.landed_channel_bytes, -(-max(0, -plan.first) // plan.pitch)),
         }
-    elif plan.way == "loaded":
+    params |= {
+        "box_images, box_rows, box_width": (plan.line_box[0] if lines else 0, *plan.box_size),
+        "boxes, flat": (plan.boxes, int(lines and plan.flat)),
+    }
+    if lines:
+        strip_boxes = plan.strip_positions // plan.box_positions
         params |= {
-            "by_spots, by_plane_spots": (small_reciprocal(plan.spots), small_reciprocal(plane_spots)),
-            "batches, together": (plan.batches, -(-plan.loads // plan.batches)),
-        }
-    if plan.way != "loaded":
-        images = plan.line_box[0] if plan.way == "lines" else 0
-        params |= {
-            "box_images, box_rows, box_width": (images, *plan.box_size),
-            "boxes, flat": (plan.boxes, int(plan.way == "lines" and plan.flat)),
-        }
-    if plan.way == "lines":
-        positions = math.prod(plan.line_box)
-        strip_boxes = plan.strip_positions // positions
-        params |= {
-            "by_boxes, by_positions, by_strip_boxes": (*map(reciprocal, (plan.boxes, positions, max(1, strip_boxes))),),
-            "strip_boxes": strip_boxes,
+            "by_boxes, by_positions": (reciprocal(plan.boxes), reciprocal(plan.box_positions)),
+            "by_strip_boxes, strip_boxes": (reciprocal(max(1, strip_boxes)), strip_boxes),
         }
     return params
+
+
+def _smallest(config: Config, direction: Pass) -> Plan:
+    return Plan(config.problem, direction, *variant_of(config), multiprocessors=config.spec.multiprocessors)
 
 
 def _too_large(plan: Plan) -> str | None:
@@ -158,15 +148,14 @@ class ImplicitGemm(Sm90Kernel):
     serves = "layers whose tiles fit shared memory"
 
     def tiles(self, config: Config, direction: Pass) -> list[Plan]:
-        return plans_of(config.problem, direction, *variant_of(config), config.spec.multiprocessors)
+        return plans_of(_smallest(config, direction))
 
     def tile(self, config: Config, direction: Pass) -> Plan | None:
-        plan = plan_of(config.problem, direction, *variant_of(config), config.spec.multiprocessors)
+        plan = plan_of(_smallest(config, direction))
         return None if plan is None or _too_large(plan) else plan
 
     def why_not_sizes(self, config: Config, direction: Pass) -> str | None:
-        p = config.problem
-        plan = plan_of(p, direction, *variant_of(config), config.spec.multiprocessors)
+        p, plan = config.problem, plan_of(_smallest(config, direction))
         if plan is not None:
             return _too_large(plan)
         window = f"kernel_size={p.kernel_size}, stride={p.stride}, dilation={p.dilation}"
@@ -174,13 +163,15 @@ class ImplicitGemm(Sm90Kernel):
 
     def fitted(self, config: Config, direction: Pass, tile: Plan) -> Plan | None:
         plan = tile.fitted(config.problem)
-        if plan is not None and plan.items_of_a_block <= _FEW_ITEMS:  # how tiles come out even is most of what counts
+        if plan is not None and plan.items_of_a_block(plan.problem.batch) <= _FEW_ITEMS:
+            # How tiles come out even is most of what counts.
             others = [one.fitted(config.problem) for one in with_other_columns(tile)]
             plan = min((plan, *(one for one in others if one is not None)), key=lambda one: one.cycles)
         return None if plan is None or _too_large(plan) else plan
 
     def seconds(self, config: Config, direction: Pass, tile: Plan) -> float:
-        return _COST.launch_seconds + tile.expected_cycles / CLOCK_RATE + 2 * tile.packed_bytes / _COST.weight_rate
+        cycles = max(tile.cycles, cycles_of_tensor_cores(tile))
+        return _COST.launch_seconds + cycles / CLOCK_RATE + 2 * tile.packed_bytes / _COST.weight_rate
 
     def program(self, config: Config, direction: Pass, tile: Plan) -> Program:
         p, block = config.problem, (tile.loaders + _OTHER_THREADS, 1, 1)
@@ -189,13 +180,9 @@ class ImplicitGemm(Sm90Kernel):
             **({"map": input_map(tile)} if tile.way == "lines" or tile.landing_box else {}),
             "input, packed": ("input", "packed"),
             "bias, output": ("bias" if tile.direction == "forward" else None, "output"),
-            "by_strips, by_strip_rows, by_strip_tiles": (
-                *map(reciprocal, (tile.strips, tile.strip_rows, tile.strip_tiles)),
-            ),
-            "by_image_positions, by_bottom, by_sets": (
-                *map(reciprocal, (tile.image_positions, tile.bottom, tile.sets)),
-            ),
-            "by_pitch": reciprocal(tile.pitch),
+            "by_strips, by_strip_rows": (reciprocal(tile.strips), reciprocal(tile.strip_rows)),
+            "by_strip_tiles, by_image_positions": (reciprocal(tile.strip_tiles), reciprocal(tile.image_positions)),
+            "by_bottom, by_sets, by_pitch": (reciprocal(tile.bottom), reciprocal(tile.sets), reciprocal(tile.pitch)),
             "batch, groups": (p.batch, p.groups),
             "h_in, w_in, h_out, w_out": (*tile.input_size, *tile.output_size),
             "strips, strip_rows, strip_cells, cells_h": (tile.strips, tile.strip_rows, tile.strip_cells, tile.cells[0]),
@@ -209,7 +196,7 @@ class ImplicitGemm(Sm90Kernel):
             f"step_offset[{len(offsets)}]": offsets,
         }
         packing = pack.packing(weight_macros_of(tile, config.dtype), p.groups)
-        macros, grid = macros_of(tile, config.dtype), (tile.blocks_on(config.spec.multiprocessors), 1, 1)
+        macros, grid = macros_of(tile, config.dtype), (tile.blocks_of(tile.items, config.spec.multiprocessors), 1, 1)
         main = Launch("sm90/implicit_gemm.cu", macros, grid, block, params, tile.shared_bytes, overlaps=True)
         launches = (packing, main) if tile.items else ()
         return gathering(config, tile.direction, launches, {"packed": tile.packed_bytes})

@@ -6,18 +6,9 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 
-from gemmconv.device import REFERENCE
-from gemmconv.geometry import Pair, Problem
+from gemmconv.geometry import Pair
 from gemmconv.hashing import changed
-from gemmconv.kernels.base import Pass
-from gemmconv.kernels.sm90.implicit_gemm_plan import (
-    BLOCK_ROWS,
-    FEW_LOADERS,
-    MANY_LOADERS,
-    MOST_COLUMNS,
-    WIDEST,
-    Plan,
-)
+from gemmconv.kernels.sm90.implicit_gemm_plan import BLOCK_ROWS, FEW_LOADERS, MANY_LOADERS, MOST_COLUMNS, WIDEST, Plan
 
 _PROMISING = 4  # kinds of plans, all plans of which are looked at, and plans
 _BATCHES = (1, 64)  # for which kinds are promising, or not
@@ -36,21 +27,14 @@ _LINED = {4: ((4, 1), (2, 2)), 8: ((8, 1), (4, 2)), 16: ((16, 1), (8, 2))}
 
 
 @lru_cache(maxsize=1024)
-def plan_of(
-    problem: Problem,
-    direction: Pass,
-    itemsize: int,
-    split: bool,
-    channels_last: bool,
-    multiprocessors: int = REFERENCE.multiprocessors,
-) -> Plan | None:
-    """The plan for a problem: a pure function of it. None where it is not for this kernel.
+def plan_of(smallest: Plan) -> Plan | None:
+    """The plan for a problem, which the smallest one is of: a pure function of it. None where the kernel has none.
 
     It is the fastest, for the number of images, of the plans that :func:`_searched` gives for images of this size.
     """
-    images, least_bytes = changed(problem, batch=max(_BATCHES)), problem.least_bytes(itemsize)
-    smallest = Plan(images, direction, itemsize, split, channels_last, multiprocessors=multiprocessors)
-    first = sorted(_searched(smallest), key=lambda plan: plan.cycles_of_batch(problem.batch, least_bytes))[:_PROMISING]
+    problem, least_bytes = smallest.problem, smallest.problem.least_bytes(smallest.itemsize)
+    found = _searched(changed(smallest, problem=changed(problem, batch=max(_BATCHES))))
+    first = sorted(found, key=lambda plan: plan.cycles_of_batch(problem.batch, least_bytes))[:_PROMISING]
     plans = (changed(plan, problem=problem) for plan in first)
     return min((plan for plan in plans if plan.possible), key=lambda plan: plan.cycles, default=None)
 
@@ -61,16 +45,8 @@ def _searched(smallest: Plan) -> list[Plan]:
     return _possible(smallest, _promising)
 
 
-def plans_of(
-    problem: Problem,
-    direction: Pass,
-    itemsize: int,
-    split: bool,
-    channels_last: bool,
-    multiprocessors: int = REFERENCE.multiprocessors,
-) -> list[Plan]:
+def plans_of(smallest: Plan) -> list[Plan]:
     """The plans that a problem may have: those that fit registers, shared memory and constant memory."""
-    smallest = Plan(problem, direction, itemsize, split, channels_last, multiprocessors=multiprocessors)
     return _possible(smallest, list)
 
 
@@ -78,7 +54,7 @@ def _possible(smallest: Plan, chosen: Callable[[Iterable[Plan]], list[Plan]]) ->
     """The possible plans of the chosen kinds; strips are narrow only where nothing else is possible."""
     for widths in (_WIDTHS, _NARROW_WIDTHS):
         kinds = chosen(_kinds(smallest, widths))
-        if plans := [plan for kind in kinds for plan in _of_kind(kind) if plan.possible]:
+        if plans := [plan for kind in kinds for plan in _of_kind(kind)]:
             return plans
     return []
 
@@ -96,16 +72,13 @@ def _promising(kinds: Iterable[Plan]) -> list[Plan]:
 def _tried(kind: Plan) -> list[Plan]:
     """A few plans of a kind that are possible, by which kinds are compared."""
     widest = max(32, min(128, WIDEST // (kind.blocks + kind.split) // 32 * 32))
-    loaders = FEW_LOADERS if kind.way == "lines" else MANY_LOADERS
-    pairs = itertools.product({widest, max(32, widest // 64 * 32)}, _units(kind))
-    plans = (changed(kind, columns=columns, units=units, loaders=loaders) for columns, units in pairs)
-    return [plan for plan in plans if plan.possible]
+    return _with(kind, {widest, max(32, widest // 64 * 32)}, (FEW_LOADERS if kind.way == "lines" else MANY_LOADERS,))
 
 
 def _kinds(smallest: Plan, widths: tuple[int, ...]) -> Iterator[Plan]:
     """The kinds of plans with strips of some widths: a kind leaves open columns, units and loaders alone."""
-    channels = smallest.out_channels
-    for multiple, slots, blocks in _left_sides(smallest.span[1], channels, smallest.channels_last):
+    for slots, blocks in _left_sides(smallest):
+        multiple = 1, max(1, slots // smallest.span[1])  # of the cell across, so that it has all phases of an M block
         left = changed(smallest, multiple=multiple, slots=slots, blocks=blocks)
         cells = left.cells[1]
         wanted = (*widths, *_WHOLE_WIDTHS) if left.planes_conflict else widths
@@ -115,7 +88,7 @@ def _kinds(smallest: Plan, widths: tuple[int, ...]) -> Iterator[Plan]:
             both = changed(left, warpgroups_m=2, phase_sides=2)
             if 2 * both.all_steps == left.all_steps:  # the same for either side
                 sides.append((2, 2))  # of those of one estimate the first is taken: rows beside each other are faster
-        if channels > left.channels:
+        if left.out_channels > left.channels:
             sides.append((2, 1))
         for strip in strips:
             for right in _right_sides(changed(left, strips=strip)):
@@ -123,11 +96,18 @@ def _kinds(smallest: Plan, widths: tuple[int, ...]) -> Iterator[Plan]:
                     yield changed(right, warpgroups_m=warpgroups_m, phase_sides=phase_sides)
 
 
-def _of_kind(kind: Plan) -> Iterator[Plan]:
-    """The plans of a kind, possible or not."""
-    menu = (MANY_LOADERS, FEW_LOADERS) if kind.way == "lines" else (MANY_LOADERS,)
-    for columns, units, loaders in itertools.product(_COLUMNS, _units(kind), menu):
-        yield changed(kind, columns=columns, units=units, loaders=loaders)
+def _of_kind(kind: Plan) -> list[Plan]:
+    """The plans of a kind."""
+    return _with(kind, _COLUMNS, (MANY_LOADERS, FEW_LOADERS) if kind.way == "lines" else (MANY_LOADERS,))
+
+
+def _with(kind: Plan, menu: Iterable[int], loaders: tuple[int, ...]) -> list[Plan]:
+    """The plans of a kind that are possible with some numbers of columns and of loaders."""
+    plans = (
+        changed(kind, columns=columns, units=units, loaders=count)
+        for columns, units, count in itertools.product(menu, _units(kind), loaders)
+    )
+    return [plan for plan in plans if plan.possible]
 
 
 @lru_cache(maxsize=1024)
@@ -150,25 +130,16 @@ def _units(plan: Plan) -> tuple[int, ...]:
     return (2, 4, 8) if 0 < -(-plan.in_channels // plan.element_units) % 4 <= 2 else (4, 8)
 
 
-def _left_sides(span: int, channels: int, channels_last: bool) -> Iterator[tuple[Pair, int, int]]:
-    """Multiples of the smallest cell, slots of an M block, M blocks of a warpgroup.
-
-    Args:
-        span: outputs of the smallest cell across.
-        channels: output channels of a group.
-        channels_last: format; without it, a warpgroup may have all columns of a cell, to store rows of them.
-    """
-    yield (1, 1), 1, 1
+def _left_sides(smallest: Plan) -> Iterator[Pair]:
+    """Slots of an M block, M blocks of a warpgroup."""
+    span, channels = smallest.span[1], smallest.out_channels
+    yield 1, 1
     if span % 2 == 0:
-        yield (1, 1), 1, 2
-    if not channels_last:
+        yield 1, 2
+    if not smallest.channels_last:  # a warpgroup may have all columns of a cell, to store rows of them
         if span in _ALL_COLUMNS:
-            yield (1, 1), 1, span
-        yield from (((1, 1), slots, blocks) for slots, blocks in _LINED.get(span, ()) if slots * channels > BLOCK_ROWS)
+            yield 1, span
+        yield from ((slots, blocks) for slots, blocks in _LINED.get(span, ()) if slots * channels > BLOCK_ROWS)
     for slots in (2, 3, 4):
-        if slots * channels > BLOCK_ROWS:
-            break
-        if span >= slots:
-            yield (1, 1), slots, 1
-        elif slots % span == 0:
-            yield (1, slots // span), slots, 1
+        if slots * channels <= BLOCK_ROWS and (span >= slots or slots % span == 0):
+            yield slots, 1

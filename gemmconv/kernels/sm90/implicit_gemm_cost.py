@@ -46,7 +46,7 @@ def cycles_of_tensor_cores(plan: Plan) -> float:
         return 0
     products = plan.item_steps * plan.units * plan.columns * _COST.tensor_column_cycles
     item = products + _NOT_HIDDEN[plan.itemsize] * (_loaded(plan) + _stored(plan))
-    return _COST.start_cycles + plan.items_of_a_block * item
+    return _COST.start_cycles + plan.items_of_a_block(plan.problem.batch) * item
 
 
 def cost_of_lines(plan: Plan, boxes: int, box_bytes: float) -> float:

@@ -163,8 +163,7 @@ class Tile:
     @property
     def possible(self) -> bool:
         """Whether a patch is a box, and rings fit shared memory."""
-        box = max(*self.patch_size, self.images) <= _LONGEST_BOX
-        return box and self.ring_sizes[1] >= _LEAST_STAGES
+        return max(*self.patch_size, self.images) <= _LONGEST_BOX and self.ring_sizes[1] >= _LEAST_STAGES
 
     @property
     def cycles(self) -> float:
@@ -193,13 +192,6 @@ class Tile:
         return (_COST.margin if self.packed else 1) * cycles
 
     @property
-    def input_map(self) -> TensorMapSpec:
-        """The tensor map of the input."""
-        rows, columns = self.patch_size
-        box = self.channels, columns, rows, self.images
-        return image_map(self.problem.input_shape, self.itemsize, box, channels_last=True)
-
-    @property
     def weight_map(self) -> TensorMapSpec:
         """The tensor map of weights that are not packed."""
         p = self.problem
@@ -216,8 +208,9 @@ def tiles_of(problem: Problem, itemsize: int, multiprocessors: int = REFERENCE.m
     if p.taps == math.prod(p.stride) or not can_be_folded(p) or not _fits_integers(p, multiprocessors):
         return
     for row_blocks in (1, 2):
-        shapes, menu = [*_shapes_of(p, itemsize, row_blocks, multiprocessors)], _lines_of(p, itemsize, row_blocks)
-        for lines, shape in itertools.product(menu, shapes):
+        dense = Tile(p, itemsize, row_blocks, _LEAST_LINES, 1, 1, multiprocessors=multiprocessors)
+        menu = _lines_of(dense)
+        for lines, shape in itertools.product(menu, _shapes_of(dense)):
             whole = shape.strips * shape.segments == 1
             if itemsize == 2 and not shape.group and (row_blocks == 2 or (lines != menu[0] and not whole)):
                 continue  # few images are for it, and it would be a kernel more to compile
@@ -226,26 +219,24 @@ def tiles_of(problem: Problem, itemsize: int, multiprocessors: int = REFERENCE.m
                 yield tile
 
 
-def _lines_of(problem: Problem, itemsize: int, row_blocks: int) -> list[int]:
+def _lines_of(tile: Tile) -> list[int]:
     """The menu of lines, the most first: of the fewest items, or of up to two, four or eight times as many."""
-    channels, found = problem.out_channels, dict[int, int]()
-    for lines in range(_MOST_SUMS // row_blocks, 0, -_LEAST_LINES):
+    channels, found = tile.problem.out_channels, dict[int, int]()
+    for lines in range(_MOST_SUMS // tile.row_blocks, 0, -_LEAST_LINES):
         blocks = -(-channels // lines)
-        if itemsize == 2 or channels % lines == 0:
+        if not tile.packed or channels % lines == 0:
             found[blocks] = up_to_multiple(-(-channels // blocks), _LEAST_LINES)  # the least of as many blocks
-    least, times = min(found, default=0), (1, 2, 4, 8) if row_blocks == 1 else (1,)
+    least, times = min(found, default=0), (1, 2, 4, 8) if tile.row_blocks == 1 else (1,)
     counts = {max(count for count in found if count <= least * more) for more in times if found}
     return [found[count] for count in sorted(counts)]
 
 
-def _shapes_of(problem: Problem, itemsize: int, row_blocks: int, multiprocessors: int) -> Iterator[Tile]:
+def _shapes_of(dense: Tile) -> Iterator[Tile]:
     """The rows that an item may have, as tiles of the fewest lines."""
-    dense = Tile(problem, itemsize, row_blocks, _LEAST_LINES, 1, 1, multiprocessors=multiprocessors)
     yield from _cuts_of(dense)
-    if itemsize == 2:
+    if dense.itemsize == 2:
         yield from _cuts_of(changed(dense, group=_GROUP_ROWS))
-        width = cells_of(problem)[1]
-        if even_share(width, _GROUP_ROWS) == _GROUP_ROWS:
+        if even_share(cells_of(dense.problem)[1], _GROUP_ROWS) == _GROUP_ROWS:
             yield from _cuts_of(changed(dense, group=_GROUP_ROWS + dense.halo[1]))
 
 
@@ -328,8 +319,8 @@ class ImplicitGemmNhwc(OneFormatForward):
         if problem.batch == 0 or not _fits_integers(problem, tile.multiprocessors):
             return None
         # Both ways that groups of rows lie in lines are compiled alike.
-        groups = {0} if tile.group == 0 else {_GROUP_ROWS, _GROUP_ROWS + tile.halo[1]}
-        shapes = (changed(tile, problem=problem, group=group) for group in sorted(groups))
+        groups = (_GROUP_ROWS, _GROUP_ROWS + tile.halo[1]) if tile.group else (0,)
+        shapes = (changed(tile, problem=problem, group=group) for group in groups)
         cuts = (cut for shape in shapes for cut in _cuts_of(shape) if cut.possible)
         return min(cuts, key=lambda cut: cut.cycles, default=None)
 
@@ -338,9 +329,10 @@ class ImplicitGemmNhwc(OneFormatForward):
         if tile.packed:
             pack = packing(k_major_macros(p, tile.lines, tile.chunks * (_LINE_BYTES // 16), 1))
         across, (slots, stages), (rows, columns) = tile.across, tile.ring_sizes, tile.patch_size
-        strip_rows = cells_of(p)[0] * across
+        strip_rows, box = cells_of(p)[0] * across, (tile.channels, columns, rows, tile.images)
+        input_map = image_map(p.input_shape, tile.itemsize, box, channels_last=True)
         params: Params = {
-            "input, weights": (tile.input_map, "packed" if pack else tile.weight_map),
+            "input, weights": (input_map, "packed" if pack else tile.weight_map),
             "bias, output": ("bias", "output"),
             "batch, items, out_h, out_w": (p.batch, tile.items, *p.output_size),
             "images, strips, segments": (tile.images, tile.strips, tile.segments),

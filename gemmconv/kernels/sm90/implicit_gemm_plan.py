@@ -19,13 +19,7 @@ from gemmconv.kernels.base import Pass
 from gemmconv.kernels.integers import even_share, up_to_multiple
 from gemmconv.kernels.pass_geometry import Gathering
 from gemmconv.kernels.phases import axis_taps
-from gemmconv.kernels.sm90.implicit_gemm_cost import (
-    cost_of_boxes,
-    cost_of_lines,
-    cycles_of_items,
-    cycles_of_tensor_cores,
-    item_cycles_of,
-)
+from gemmconv.kernels.sm90.implicit_gemm_cost import cost_of_boxes, cost_of_lines, cycles_of_items, item_cycles_of
 from gemmconv.kernels.weights.pack import MOST_ENTRIES, ROWS_CHANNELS, ROWS_LINES, ROWS_PLAIN, ROWS_SLOTS
 
 SHARED_BYTES = REFERENCE.shared_bytes
@@ -134,13 +128,11 @@ class Plan(Gathering):
     @cached_property
     def pairing(self) -> int:
         """Where a thread has neighbouring outputs."""
-        if self.channels_last:
-            return PAIR_ROWS if self.channels % 2 == 0 else PAIR_NONE
         if self.lined:
             return PAIR_NONE
-        if self.blocks > 1:
+        if self.blocks > 1 and not self.channels_last:
             return PAIR_BLOCKS
-        return PAIR_ROWS if self.slots % 2 == 0 else PAIR_NONE
+        return PAIR_ROWS if (self.channels if self.channels_last else self.slots) % 2 == 0 else PAIR_NONE
 
     @cached_property
     def inner(self) -> int:
@@ -188,11 +180,9 @@ class Plan(Gathering):
     @cached_property
     def most_vector(self) -> int:
         """The most outputs that a thread may store together."""
-        width, cells = self.output_size[1], self.strip_cells if self.strips > 1 else 0
         if self.channels_last:
-            if self.staged:
-                return self.element_units
-            return 2 if self.pairing == PAIR_ROWS and self.out_channels % 2 == 0 else 1
+            return self.element_units if self.staged else math.gcd(self.inner, self.out_channels)
+        width, cells = self.output_size[1], self.strip_cells if self.strips > 1 else 0
         if self.staged:
             return math.gcd(width, cells * self.span[1], self.pitch * self.span[1], 4)
         return math.gcd(self.inner, width, self.span[1])
@@ -277,7 +267,7 @@ class Plan(Gathering):
         least = self._least_pitch(1) if self.strips == 1 else self.strip_cells + self._reach[1][1] - self.origin[1]
         if self.way == "lines":
             return least
-        multiple = 2 if least == self.input_size[1] else max(2, self._neighbours)
+        multiple = 2 if least == self.input_size[1] else max(2, self.neighbours)
         return up_to_multiple(least, multiple)
 
     @cached_property
@@ -299,7 +289,7 @@ class Plan(Gathering):
         return rows * cost_of_lines(self, boxes, boxes * positions * self.units * _UNIT_BYTES)
 
     @property
-    def _neighbours(self) -> int:
+    def neighbours(self) -> int:
         """Neighbouring positions that are loaded together: one where these are of neighbouring planes."""
         return self.wide if self.unit[1] == 1 else 1
 
@@ -325,7 +315,7 @@ class Plan(Gathering):
         """The input, in units, of a strip's first position."""
         if self.strips == 1:
             return 0, 0
-        return 0, self._reach[1][0] // self._neighbours * self._neighbours
+        return 0, self._reach[1][0] // self.neighbours * self.neighbours
 
     def _place(self, row: int, column: int) -> int:
         """Positions from a cell to the input at a shift in units, in its plane."""
@@ -347,12 +337,12 @@ class Plan(Gathering):
     @cached_property
     def first(self) -> int:
         """The first position of a tile's inputs, relative to its first cell."""
-        return self.places[0] // self._neighbours * self._neighbours
+        return self.places[0] // self.neighbours * self.neighbours
 
     @cached_property
     def patch(self) -> int:
         """Positions of a tile's inputs, of each plane."""
-        return up_to_multiple(self.tile + self.places[1] - self.first, self._neighbours)
+        return up_to_multiple(self.tile + self.places[1] - self.first, self.neighbours)
 
     @cached_property
     def unit_pitch(self) -> int:
@@ -369,7 +359,7 @@ class Plan(Gathering):
     @cached_property
     def plane_pitch(self) -> int:
         """Positions from one plane of a patch to the next."""
-        return self.boxes * self._box_positions if self.way == "lines" else self.patch
+        return self.boxes * self.box_positions if self.way == "lines" else self.patch
 
     @cached_property
     def strip_positions(self) -> int:
@@ -385,13 +375,6 @@ class Plan(Gathering):
     def last_position(self) -> int:
         """The largest number that the kernel computes with positions."""
         return self.problem.batch * self.image_positions + self.tile + self.patch + self.strip_positions
-
-    @property
-    def tiles(self) -> int:
-        return self._tiles_of(self.problem.batch)
-
-    def _tiles_of(self, batch: int) -> int:
-        return -(-batch * self.image_positions // self.tile)
 
     @property
     def strip_tiles(self) -> int:
@@ -411,7 +394,10 @@ class Plan(Gathering):
     @cached_property
     def items(self) -> int:
         """The items that blocks take one after the other."""
-        return self.tiles * self.sets
+        return self._items_of(self.problem.batch)
+
+    def _items_of(self, batch: int) -> int:
+        return -(-batch * self.image_positions // self.tile) * self.sets
 
     # Inputs that come as boxes, or that land.
 
@@ -442,10 +428,11 @@ class Plan(Gathering):
     def _line_box_of(self, strip_rows: int) -> tuple[int, int, int]:
         if self._flat_of(strip_rows):
             return 1, 1, self.tile // -(-self.tile // _LONGEST_BOX)
-        rows, pitch = (1, strip_rows * self.pitch) if self.whole_images else (strip_rows, self.pitch)
-        images, line = self.problem.batch if self.strips == 1 else 1, self.units * _UNIT_BYTES
-        most = _LONGEST_BOX // self.unit[0]
-        return _line_box(self.tile, self.first, self.patch, images, rows, most, pitch, self.whole_images, line)
+        rows, pitch = (strip_rows * self.pitch, 1) if self.whole_images else (strip_rows, self.pitch)
+        most, row_bytes = _LONGEST_BOX // self.unit[0], pitch * self.units * _UNIT_BYTES
+        most_images = self.problem.batch if self.strips == 1 else 1
+        images, rows = _line_box(self.tile, self.first, self.patch, pitch, rows, most, most_images, row_bytes)
+        return (images, 1, rows) if self.whole_images else (images, rows, pitch)
 
     @property
     def flat(self) -> bool:
@@ -456,13 +443,13 @@ class Plan(Gathering):
         return self.whole_images and self.places == (0, 0) and strip_rows == self.input_size[0]
 
     @property
-    def _box_positions(self) -> int:
+    def box_positions(self) -> int:
         return math.prod(self.line_box)
 
     @property
     def boxes(self) -> int:
         """Boxes of a plane of a patch."""
-        return _boxes_of(self.tile, self.first, self.patch, self._box_positions) if self.way == "lines" else 1
+        return _boxes_of(self.tile, self.first, self.patch, self.box_positions) if self.way == "lines" else 1
 
     @property
     def _whole_chunks(self) -> bool:
@@ -541,8 +528,7 @@ class Plan(Gathering):
             return self.compiled.landing_stages
         if not self.landing:
             return 0
-        stages = 1 + -(-_LANDING_BYTES // self.landing_bytes)
-        return 3 if stages < 4 else _MOST_LANDINGS
+        return 3 if 2 * self.landing_bytes >= _LANDING_BYTES else _MOST_LANDINGS
 
     # Stages in shared memory.
 
@@ -603,8 +589,8 @@ class Plan(Gathering):
         if self.way != "loaded":
             return 0
         # A thread loads as many as fit its registers with addresses. All else has 8 registers fewer, and none spills.
-        registers, others = self._load_registers
-        most = min(self.loaded_words // self._unit_words, (registers - others + 8) // (self._unit_words + 1))
+        registers, others, words = self._load_registers
+        most = min(words // self._unit_words, (registers - others + 8) // (self._unit_words + 1))
         needed = even_share(self.loads, most)
         return most if 2 * needed > most else -(-most // 2)
 
@@ -629,17 +615,12 @@ class Plan(Gathering):
         return 4 if self.vector_loads else self.element_units * -(-self.wide * self.itemsize // 4)
 
     @cached_property
-    def loaded_words(self) -> int:
-        """Words that a thread loads at once, of the registers that those who multiply leave."""
-        most, (registers, others) = 40 if self.vector_loads else 64, self._load_registers
-        return min(most, registers // 2, registers - others)
-
-    @cached_property
-    def _load_registers(self) -> Pair:
-        """Registers of a thread that loads, which two warpgroups with sums leave; and for all but what it loads."""
+    def _load_registers(self) -> tuple[int, int, int]:
+        """Registers that two warpgroups with sums leave a thread that loads; for all but that; words loaded at once."""
         sums = (self.blocks + self.split) * self.columns // 2
         registers = 256 - max(144 if self.blocks > 2 else 136, sums + (48 if self.split else 56))
-        return registers, 64 if self.split else 48 if registers == 72 and not self.vector_loads else 56
+        others = 64 if self.split else 48 if registers == 72 and not self.vector_loads else 56
+        return registers, others, min(40 if self.vector_loads else 64, registers // 2, registers - others)
 
     @cached_property
     def _turned_bytes(self) -> int:
@@ -658,16 +639,12 @@ class Plan(Gathering):
     @property
     def _other_bytes(self) -> int:
         """Bytes beside the stages: places of inputs, what lands, outputs that are turned round."""
-        outputs = self._turned_bytes
-        if self.way == "lines":
-            return outputs
+        inputs = self.spots * _PLACE_BYTES if self.way == "loaded" else 0
         if self.landing:
-            places = self.spots * _SPOT_BYTES + self.landing_stages * self.landing_bytes
-            if self.landing_box:
-                places += self.landing_stages * _BARRIER_BYTES + _BOX_ALIGNMENT - _UNIT_BYTES
-        else:
-            places = self.spots * _PLACE_BYTES
-        return places + outputs
+            inputs = self.spots * _SPOT_BYTES + self.landing_stages * self.landing_bytes
+        if self.landing_box:
+            inputs += self.landing_stages * _BARRIER_BYTES + _BOX_ALIGNMENT - _UNIT_BYTES
+        return inputs + self._turned_bytes
 
     @cached_property
     def stages(self) -> Pair:
@@ -698,18 +675,15 @@ class Plan(Gathering):
         """Sets of all groups."""
         return self.phase_sets * self.channel_sets * self.problem.groups
 
-    def blocks_on(self, multiprocessors: int) -> int:
-        """Thread blocks of the launch: at most one a multiprocessor; where weights stay, so that each has one set."""
-        return self._blocks_of(self.items, multiprocessors)
-
-    def _blocks_of(self, items: int, multiprocessors: int) -> int:
+    def blocks_of(self, items: int, multiprocessors: int) -> int:
+        """Thread blocks for so many items: at most one a multiprocessor; each has one set where weights stay."""
         blocks = max(1, min(items, multiprocessors))
         return max(blocks // self.sets, 1) * self.sets if self.resident else blocks
 
-    @property
-    def items_of_a_block(self) -> int:
-        """Items that a block takes, at most."""
-        return -(-self.items // self.blocks_on(self.multiprocessors))
+    def items_of_a_block(self, batch: int) -> int:
+        """Items that a block takes, at most, of a launch for so many images."""
+        items = self._items_of(batch)
+        return -(-items // self.blocks_of(items, self.multiprocessors))
 
     @property
     def shared_bytes(self) -> int:
@@ -742,10 +716,11 @@ class Plan(Gathering):
         if self.landing:
             return self.pieces <= self.loaders
         if self.way == "loaded":
-            return self._unit_words <= min(self.loaded_words, self._load_registers[0] // 3)
+            registers, _, words = self._load_registers
+            return self._unit_words <= min(words, registers // 3)
         if self.units == 2 or not (self._whole_chunks and (self.few_loaders or self.rounded)):
             return False
-        boxes, box_bytes = self.boxes * math.prod(self.unit), self._box_positions * self.units * _UNIT_BYTES
+        boxes, box_bytes = self.boxes * math.prod(self.unit), self.box_positions * self.units * _UNIT_BYTES
         return boxes <= _MOST_BOXES and (boxes == 1 or box_bytes % _BOX_ALIGNMENT == 0)
 
     @cached_property
@@ -760,14 +735,7 @@ class Plan(Gathering):
 
     def cycles_of_batch(self, batch: int, least_bytes: int) -> float:
         """Roughly the cycles of a launch for so many images, which moves so many bytes of memory at least."""
-        items = self._tiles_of(batch) * self.sets
-        items_of_a_block = -(-items // self._blocks_of(items, self.multiprocessors))
-        return cycles_of_items(items_of_a_block, self.item_cycles, least_bytes)
-
-    @cached_property
-    def expected_cycles(self) -> float:
-        """Estimated cycles with the tensor cores' as a lower bound, by which kernels are compared."""
-        return max(self.cycles, cycles_of_tensor_cores(self))
+        return cycles_of_items(self.items_of_a_block(batch), self.item_cycles, least_bytes)
 
     def fitted(self, problem: Problem) -> Plan | None:
         """The plan for a problem that differs in sizes alone, with as much of what is compiled as these allow.
@@ -778,16 +746,11 @@ class Plan(Gathering):
         plan = changed(self, problem=problem, compiled=kernel)
         if self.strips > 1:
             plan = changed(plan, strips=-(-plan.cells[1] // self.strip_cells))
-            if plan.strips > 1 and (plan.strips - 1) * plan.strip_cells >= plan.cells[1]:
-                plan = changed(plan, strips=-(-plan.cells[1] // plan.strip_cells))
         if not (plan.suits_memory and plan.possible) or plan.most_vector % kernel.vector:
             return None
-        if plan.landing:
-            if plan.pieces * kernel.sharers > plan.loaders or plan.landed_turns > kernel.landed_turns:
-                return None
-            if plan.partial_pieces and not kernel.partial_pieces:
-                return None
-        return plan
+        if plan.landing and (plan.pieces * kernel.sharers > plan.loaders or plan.landed_turns > kernel.landed_turns):
+            return None
+        return None if plan.partial_pieces and not kernel.partial_pieces else plan
 
 
 def _boxes_of(tile: int, first: int, patch: int, positions: int) -> int:
@@ -799,32 +762,26 @@ def _boxes_of(tile: int, first: int, patch: int, positions: int) -> int:
 
 @lru_cache(maxsize=1024)
 def _line_box(
-    tile: int, first: int, patch: int, images: int, rows: int, most_rows: int, pitch: int, divisible: bool, line: int
-) -> tuple[int, int, int]:
-    """The images, rows and positions of a row of a box that a patch comes the fastest with.
+    tile: int, first: int, patch: int, pitch: int, rows: int, most_rows: int, most_images: int, row_bytes: int
+) -> Pair:
+    """The images and rows of a box that a patch comes the fastest with: a part of an image's rows, or all of several.
 
     Args:
         tile, first, patch: positions of a tile, to the first of its patch, and of the patch.
-        images: of how many a box may have all rows.
-        rows, pitch: of an image, or a strip; positions of a row.
-        most_rows: of a box.
-        divisible: whether a box has a part of a row, or all rows of images.
-        line: bytes of a position.
+        pitch, rows: positions of a row, rows of an image or a strip.
+        most_rows, most_images: of a box.
+        row_bytes: bytes of a row.
     """
 
-    def cost(box: tuple[int, int, int]) -> tuple[float, int]:
-        positions = math.prod(box)
-        boxes = _boxes_of(tile, first, patch, positions)
-        return cost_of_boxes(boxes, boxes * positions * line), boxes * positions
+    def cost(box: Pair) -> tuple[float, int]:
+        box_rows = math.prod(box)
+        boxes = _boxes_of(tile, first, patch, box_rows * pitch)
+        return cost_of_boxes(boxes, boxes * box_rows * row_bytes), boxes * box_rows
 
-    if divisible:
-        found = [(1, 1, width) for width in range(1, _LONGEST_BOX + 1) if pitch % width == 0]
-    else:
-        found = [(1, count, pitch) for count in range(1, min(rows, most_rows) + 1) if rows % count == 0]
-    if pitch <= _LONGEST_BOX and rows <= most_rows:
-        most = min(images, _LONGEST_BOX, 1 + patch // (rows * pitch))
-        found += [(count, rows, pitch) for count in range(2, most + 1)]
-    aligned = [box for box in found if math.prod(box) * line % _BOX_ALIGNMENT == 0]
+    found = [(1, count) for count in range(1, min(rows, most_rows) + 1) if rows % count == 0]
+    if rows <= most_rows:
+        found += [(count, rows) for count in range(2, min(most_images, _LONGEST_BOX, 1 + patch // (rows * pitch)) + 1)]
+    aligned = [box for box in found if math.prod(box) * row_bytes % _BOX_ALIGNMENT == 0]
     return min(aligned or found, key=cost)
 
 
