@@ -25,7 +25,7 @@ from gemmconv.dispatch import are_dense
 from gemmconv.kernels.base import PASSES, Pass
 from gemmconv.ops import plain, volumes
 from gemmconv.ops.ahead import compile_in_background, launches_of
-from gemmconv.ops.call_cache import entries, find_or_make, tensor_signature
+from gemmconv.ops.call_cache import entries, find_or_make
 from gemmconv.ops.configs import Convention
 from gemmconv.ops.implementation import prepare_call
 from gemmconv.ops.schemas import (
@@ -189,9 +189,8 @@ def _compile_ahead(direction: Pass, inputs: Arguments, convention: Convention | 
     with suppress(Exception):  # a size is no integer yet; if anything is wrong, the call raises it
         nodes, sizes, options = split_arguments(operator_name(direction), inputs)
         tensors: Tensors = tuple(None if one is None else _without_data(one, nodes[0]) for one in nodes)
-        key = direction, *map(tensor_signature, tensors), repr((sizes, options)), convention
-        list_launches = partial(launches_of, direction, tensors, sizes, options, convention)
-        compile_in_background(key, tensors[0].device, lambda: list_launches)
+        key = direction, repr((sizes, options)), convention
+        compile_in_background(key, tensors, lambda *of: launches_of(direction, of, sizes, options, convention))
 
 
 def _compile_volume_ahead(inputs: Arguments) -> None:

@@ -28,7 +28,7 @@ from gemmconv.kernels.forms import launches
 from gemmconv.kernels.program import Launch, Program
 from gemmconv.ops.ahead import compile_in_background
 from gemmconv.ops.autocast import cast_as_autocast, is_autocasting
-from gemmconv.ops.autograd import Gradients, Needs, needed_pass, of_all
+from gemmconv.ops.autograd import Gradients, Needs, needed_pass, of_all, required_gradients
 from gemmconv.ops.call_cache import find_or_make, tensor_signature
 from gemmconv.ops.configs import Convention
 from gemmconv.ops.gradients import prepare_gradient
@@ -99,10 +99,10 @@ def prepare(tensors: Tensors, volume: Volume, precision: Precision | None) -> Ca
         volume, precision: the call, and the argument of it.
     """
     config, casts = volume.config(), is_autocasting(volume.device.type)
-    of_input, of_weight, of_bias = (one is not None and one.requires_grad for one in tensors)
+    needs = required_gradients(*tensors)
     run = _forward(config, tuple(without_data(one, config.dtype) for one in tensors) if casts else tensors)
-    if torch.is_grad_enabled() and (of_input or of_weight or of_bias):
-        backward, needs = _Backward(config, precision), (of_input, of_weight, of_bias)
+    if torch.is_grad_enabled() and any(needs):
+        backward = _Backward(config, precision)
         backward.compile_ahead(needs)
         run = with_node(run, backward, needs)
     if not casts:
@@ -177,16 +177,11 @@ def compile_forward_ahead(input: Tensor, weight: Tensor, bias: Tensor | None, *a
     """Compile in the background what a call of the operator launches; see :func:`ahead.compile_in_background`."""
     volume = volume_of(input, weight, *arguments)
 
-    def make_launches() -> Callable[[], list[Launch]]:
-        operands = tuple(map(without_data, (input, weight, bias)))
+    def list_launches(*tensors: Any) -> list[Launch]:
+        program = program_of(volume.config())
+        return [] if program is None else launches(program, tensors, volume.device)
 
-        def list_launches() -> list[Launch]:
-            program = program_of(volume.config())
-            return [] if program is None else launches(program, operands, volume.device)
-
-        return list_launches
-
-    return compile_in_background(("volume", volume, bias is None), volume.device, make_launches)
+    return compile_in_background(("volume", volume), (input, weight, bias), list_launches)
 
 
 def _compute(input: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> Tensor:
@@ -287,19 +282,20 @@ class _Backward(NamedTuple):
     def compile_ahead(self, needs: Needs) -> None:
         """Compile in the background what the backward pass launches, while the forward pass's kernels compile, too."""
         config, p = self.config, self.config.problem
+        if not gradients_are_ours(config, needs):
+            return
+        grad, input, weight = (
+            WithoutData.of(shape, strides_of(shape, _NCHW), config.dtype, config.device)
+            for shape in (p.output_shape, p.input_shape, p.weight_shape)
+        )
+        direction, tensors = needed_pass(grad, input, weight, needs)
 
-        def list_launches() -> list[Launch]:
-            grad, input, weight = (
-                WithoutData.of(shape, strides_of(shape, _NCHW), config.dtype, config.device)
-                for shape in (p.output_shape, p.input_shape, p.weight_shape)
-            )
-            direction, tensors = needed_pass(grad, input, weight, needs)
+        def list_launches(*tensors: Any) -> list[Launch]:
             of_bias = bias_grad_program(tensors[0]) if needs[2] else None
             programs = (pass_program(direction, _GEMM_COL2IM, config), tensors), (of_bias, tensors[:1])
             return [step for one, given in programs if one for step in launches(one, given, config.device)]
 
-        if gradients_are_ours(config, needs):
-            compile_in_background(("volume gradients", config, needs), config.device, lambda: list_launches)
+        compile_in_background(("volume gradients", config, needs), tensors, list_launches)
 
 
 def gradients_are_ours(config: Config, needs: Needs) -> bool:
