@@ -1,4 +1,4 @@
-"""Gradients and tangents of the operators, computed by the operators themselves.
+"""The operators as functions, for every mode and transform; their gradients and tangents, computed by the operators.
 
 A transposed convolution and its two gradients are closed under differentiation: each is linear in either of its
 tensors, and its derivatives are the other two. So a backward pass calls these operators, and so does the backward pass
@@ -16,15 +16,17 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from gemmconv.dispatch import are_dense, as_plain, in_a_mode
+from gemmconv import flops, validation
+from gemmconv.dispatch import are_dense, as_plain, in_a_mode, loses_a_tangent
 from gemmconv.kernels.base import Pass, strides_of, with_strides
 from gemmconv.kernels.program import Launch
 from gemmconv.ops.ahead import compile_in_background, launches_of
-from gemmconv.ops.autocast import EVERY_KEY
+from gemmconv.ops.autocast import EVERY_KEY, KEYS, is_autocasting, with_autocast
 from gemmconv.ops.configs import Convention
 from gemmconv.ops.gradients import bias_gradient
 from gemmconv.ops.implementation import prepare_call
 from gemmconv.ops.schemas import (
+    ARGUMENT_NAMES,
     OPERATORS,
     Arguments,
     Tensors,
@@ -33,26 +35,56 @@ from gemmconv.ops.schemas import (
     memory_format,
     register,
 )
-from gemmconv.ops.transforms import (
-    Rules,
-    col2im,
-    conv_transpose2d,
-    conv_transpose2d_grads,
-    conv_transpose2d_input_grad,
-    conv_transpose2d_weight_grad,
-    im2col,
-    register_rules,
-)
+
+Rules = tuple[Callable[..., None], Callable[..., Arguments], Callable[..., Any]]  # set-up, gradient, tangent
+Needs = tuple[bool, bool, bool]  # whether a backward pass needs the gradient of input, weight and bias
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]  # of input, weight and bias
+
+_PUBLIC = ("conv_transpose2d", "im2col", "col2im")
+_TRANSFORMABLE: dict[str, type[torch.autograd.Function]] = {}
+
+
+def _route(name: str) -> Callable[..., Any]:
+    """A function that calls an operator, or under torch.func an autograd function that all transforms understand."""
+    operator, names = OPERATORS[name], ARGUMENT_NAMES[name]
+
+    def call(*inputs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return operator(*inputs)
+        if name in _PUBLIC:  # arguments of the others have been checked before
+            validation.in_64_bits(name, zip(names, inputs, strict=False))
+        flops.register()
+        if not torch._C._are_functorch_transforms_active():
+            return operator(*inputs)
+        if loses_a_tangent():
+            raise NotImplementedError(
+                f"{name}: torch.func.jvp inside torch.func.jvp has a rule for torch's own operator alone; use "
+                'algorithm="auto" with precision=None, in a call inside of both'
+            )
+        if name == "conv_transpose2d" and is_autocasting(inputs[0].device.type):
+            # Cast before the transforms: the tensors that they save for gradients must have one dtype.
+            return _WITH_AUTOCAST[inputs[0].device.type](*inputs)
+        return _TRANSFORMABLE[name].apply(*map(_Wrapped.wrap, inputs))
+
+    return call
+
+
+conv_transpose2d = _route("conv_transpose2d")
+conv_transpose2d_input_grad = _route("conv_transpose2d_input_grad")
+conv_transpose2d_weight_grad = _route("conv_transpose2d_weight_grad")
+conv_transpose2d_grads = _route("conv_transpose2d_grads")
+im2col = _route("im2col")
+col2im = _route("col2im")
+
+_WITH_AUTOCAST = {device_type: with_autocast(conv_transpose2d, device_type) for device_type in KEYS}
+for _device_type, _call in _WITH_AUTOCAST.items():
+    register("conv_transpose2d", _call, KEYS[_device_type].name)
 
 
 def _conv_transpose2d_uncast(*inputs: Any) -> Tensor:
     """conv_transpose2d without autocast: gradients and tangents have the dtypes of the forward call."""
     with torch._C._ExcludeDispatchKeyGuard(EVERY_KEY):
         return conv_transpose2d(*inputs)
-
-
-Needs = tuple[bool, bool, bool]  # whether a backward pass needs the gradient of input, weight and bias
-Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]  # of input, weight and bias
 
 
 def required_gradients(input: Tensor, weight: Tensor, bias: Tensor | None) -> Needs:
@@ -339,6 +371,40 @@ def _with_gradient(operator: Callable[..., Any], rules: Rules) -> Callable[..., 
     return call
 
 
+class _Wrapped:
+    """Hides a tuple or list from transforms of torch.func, which would mix up the tangents of its items."""
+
+    def __init__(self, content: Any) -> None:
+        self.content = content
+
+    @classmethod
+    def wrap(cls, argument: Any) -> Any:
+        return cls(argument) if isinstance(argument, tuple | list) else argument
+
+    @classmethod
+    def unwrap(cls, arguments: Arguments) -> Arguments:
+        return tuple(argument.content if isinstance(argument, cls) else argument for argument in arguments)
+
+
+def _transformable(operator: Callable[..., Any], rules: Rules) -> type[torch.autograd.Function]:
+    """An operator with its rules for transforms of torch.func, which act before the dispatcher's Autograd key."""
+    setup, gradient, tangent = rules
+
+    class Function(torch.autograd.Function):
+        generate_vmap_rule = True
+        backward, jvp = staticmethod(gradient), staticmethod(tangent)
+
+        @staticmethod
+        def forward(*inputs: Any) -> Any:
+            return operator(*_Wrapped.unwrap(inputs))
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Arguments, output: Any) -> None:
+            setup(ctx, _Wrapped.unwrap(inputs), output)
+
+    return Function
+
+
 _RULES: dict[str, Rules] = {
     "conv_transpose2d": (_conv_transpose2d_setup, _conv_transpose2d_backward, _conv_transpose2d_tangent),
     "conv_transpose2d_input_grad": _rules_of_one_gradient(conv_transpose2d_input_grad),
@@ -350,4 +416,4 @@ _RULES: dict[str, Rules] = {
 for _name, (_setup, _gradient, _tangent) in _RULES.items():
     _rules = _setup, _on_plain_tensors(_gradient), _on_plain_tensors(_tangent)
     register(_name, _with_gradient(OPERATORS[_name], _rules), "Autograd")
-    register_rules(_name, _rules)
+    _TRANSFORMABLE[_name] = _transformable(OPERATORS[_name], _rules)

@@ -210,19 +210,18 @@ def fake(input: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) ->
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    input, weight, bias, *ctx.arguments = inputs
+    input, weight, _, *ctx.arguments = inputs
     ctx.save_for_backward(input, weight)
-    ctx.bias_sizes = None if bias is None else list(bias.shape)
 
 
 def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     (input, weight), arguments = ctx.saved_tensors, (*ctx.arguments, None)[:7]  # a call may leave out the last
-    geometry, needs, others = arguments[:5], ctx.needs_input_grad[:3], [None] * len(ctx.arguments)
-    is_first_order = not torch.is_grad_enabled() and not transforms_active()
-    if is_first_order and grad_output.is_cuda and has_own_gradients(_problem(input.shape, weight.shape, *geometry)):
+    problem, needs = _problem(input.shape, weight.shape, *arguments[:5]), ctx.needs_input_grad[:3]
+    others, is_first_order = [None] * len(ctx.arguments), not torch.is_grad_enabled() and not transforms_active()
+    if is_first_order and grad_output.is_cuda and has_own_gradients(problem):
         found = GRADS_OPERATOR(grad_output, input, weight, *arguments, list(needs))
         return *(one if need else None for one, need in zip(found, needs, strict=True)), *others
-    return *_torchs_gradients(grad_output, input, weight, ctx.bias_sizes, geometry, needs), *others
+    return *_torchs_gradients(grad_output, input, weight, problem, needs), *others
 
 
 def _compute_gradients(grad: Tensor, input: Tensor, weight: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
@@ -241,12 +240,9 @@ def _fake_gradients(grad: Tensor, input: Tensor, weight: Tensor, *arguments: Any
     return tuple(grad.new_empty(of if need else (0,)) for of, need in zip(shapes, arguments[-1], strict=True))
 
 
-def _torchs_gradients(
-    grad: Tensor, input: Tensor, weight: Tensor, bias_sizes: Any, geometry: Any, needs: Sequence[bool]
-) -> Gradients:
-    stride, padding, output_padding, groups, dilation = geometry
-    by = stride, padding, dilation, True, output_padding, groups, list(needs)
-    found: Gradients = torch.ops.aten.convolution_backward(grad, input, weight, bias_sizes, *by)
+def _torchs_gradients(grad: Tensor, input: Tensor, weight: Tensor, p: Problem, needs: Sequence[bool]) -> Gradients:
+    by = [p.out_channels], p.stride, p.padding, p.dilation, True, p.output_padding, p.groups, list(needs)
+    found: Gradients = torch.ops.aten.convolution_backward(grad, input, weight, *by)
     return found
 
 
@@ -261,7 +257,7 @@ class _Backward(NamedTuple):
         p = self.config.problem
         input = grad.new_empty(p.input_shape) if input is None else input
         weight = grad.new_empty(p.weight_shape) if weight is None else weight
-        return _torchs_gradients(grad, input, weight, [p.out_channels], p.geometry, needs)
+        return _torchs_gradients(grad, input, weight, p, needs)
 
     def prepare(
         self, grad: Tensor, input: Any, weight: Any, needs: Needs, dtype: torch.dtype | None = None
