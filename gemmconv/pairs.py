@@ -88,9 +88,6 @@ class Gradients(NamedTuple):
 def choose_pair(config: Config, weight_config: Config, requested: str, where: str) -> Gradients:
     """The algorithms of the input's and the weight's gradient of one backward pass.
 
-    On Hopper these are compared: one algorithm that computes both at once; two that share the transpose of grad_output
-    (channels_last); and, for 16-bit tensors in NCHW, two that compute in channels_last with three transposes around.
-
     Args:
         config, weight_config: configurations of the input's and the weight's gradient, equal but for memory formats.
         requested, where: see :func:`choose`.

@@ -47,11 +47,15 @@ _CASTING, _CASTS = "conv_transpose2d_casting", Convention(parameter_dtype=torch.
 _IMAGES: dict[Pass, int] = {"forward": 1, "input_grad": 1, "weight_grad": 2, "grads": 2}
 
 
+# Calls of generated code. The operators serve those that are not plain: a profiler or a mode is on, or gradients of a
+# gradient are recorded.
+
+
 def _forward(input: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> Tensor:
     call, key = plain.find_call(input, weight, bias, marshal.dumps(arguments, 2))
     if call is None:
         call = find_or_make(key, lambda: plain.prepare(input, weight, bias, arguments))
-    return (call or _dispatch("forward", arguments))(input, weight, bias)
+    return call(input, weight, bias) if call else OPERATORS["conv_transpose2d"](input, weight, bias, *arguments)
 
 
 def _casting(input: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> Tensor:
@@ -77,7 +81,7 @@ def _gradient(direction: Pass) -> Callable[..., Any]:
         call: Callable[..., Any] | None = entries.get(key)
         if call is None and key is not None and are_dense(*tensors):
             call = find_or_make(key, lambda: prepare_call(direction, *split_arguments(where, inputs)))
-        return (call or _dispatch(direction, arguments))(*tensors)
+        return call(*tensors) if call else OPERATORS[where](*inputs)
 
     return gradient
 
@@ -88,11 +92,6 @@ def _volume(input: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any)
         volume = volumes.volume_of(input, weight, *arguments)
         call = find_or_make(key, lambda: volumes.prepare((input, weight, bias), volume, arguments[5]))
     return call(input, weight, bias) if call else volumes.OPERATOR(input, weight, bias, *arguments)
-
-
-def _dispatch(direction: Pass, arguments: Arguments) -> Callable[..., Any]:
-    """The operator, for a call that is not plain: a profiler or a mode is on, or gradients are recorded."""
-    return lambda *tensors: OPERATORS[operator_name(direction)](*tensors, *arguments)
 
 
 @lru_cache(maxsize=1)
@@ -209,21 +208,18 @@ def _without_data(node: Any, first: Any) -> WithoutData:
 def _with_lowering(fake: Callable[..., Any]) -> Callable[..., Any]:
     """A fake that also registers lowerings: torch.compile calls it after importing inductor, and before lowering."""
 
-    def call(*inputs: Any, **named: Any) -> Any:
+    def call(*inputs: Any) -> Any:
         if "torch._inductor.lowering" in sys.modules:
             _lower()
-        return fake(*inputs, **named)
+        return fake(*inputs)
 
     return call
 
 
-_served: dict[str, Callable[..., Any]] = {
-    operator_name(one): _forward if one == "forward" else _gradient(one) for one in PASSES
-}
 for _name, _fake in FAKES.items():
     torch.library.register_fake(f"gemmconv::{_name}", _with_lowering(_fake))
-for _name, _call in _served.items():
-    OPERATORS[_name].served = _call  # a name in generated code, which another process may have generated
+for _direction in PASSES:  # ``served`` is a name in generated code, which another process may have generated
+    OPERATORS[operator_name(_direction)].served = _forward if _direction == "forward" else _gradient(_direction)
 OPERATORS[_CASTING].served = _casting
 volumes.OPERATOR.register_fake(_with_lowering(volumes.fake))
 volumes.OPERATOR._opoverload.served = _volume  # type: ignore[attr-defined]

@@ -64,13 +64,11 @@ def prepare_call(
     """The prepared call of an operator on tensors of these shapes and strides, from the cache if it is there.
 
     Args:
-        direction: which operator.
-        tensors: its tensors, all of one dtype. If the call will cast float32 weight and bias itself, pass stand-ins
-            with the cast dtype.
+        tensors: the operator's tensors, all of one dtype. If the call will cast float32 weight and bias itself, pass
+            stand-ins with the cast dtype.
         sizes: height and width of the input for its gradient, of the kernel for the weight's; None for other passes.
         arguments: the operator's other arguments, from the stride on; trailing defaults may be left out.
-        convention: what the call takes and returns where that differs from the operator, such as uncast parameters or
-            signals (see :class:`Convention`); None for what the operator takes and returns.
+        convention: what the call takes and returns; None for what the operator takes and returns.
 
     The key differs from a layer's signature (plain.py), whose call holds this one and more: casts, an autograd node.
     """

@@ -230,8 +230,8 @@ def _compute_gradients(grad: Tensor, input: Tensor, weight: Tensor, *arguments: 
     volume = volume_of(input, weight, *arguments[:-1])
     with make_current(grad.device):
         key = "gradients", volume, needs, *map(tensor_signature, tensors)
-        backward = _Backward(volume.config(), volume.precision)
-        found = find_or_make(key, lambda: backward.prepare(*tensors, needs))(*tensors)
+        call = find_or_make(key, lambda: _Backward(volume.config(), volume.precision).prepare(*tensors, needs))
+        found = call(*tensors)
     return tuple(one if need else grad.new_empty(0) for one, need in zip(found, needs, strict=True))
 
 
