@@ -51,6 +51,8 @@ from gemmconv.selection import (
     on_measured_gpu,
 )
 
+Computation = tuple[Pass, Algorithm, Config]  # of a pass: what computes it, and its configuration
+
 
 class Gradients(NamedTuple):
     """The algorithms of both gradients of a backward pass, and how their two calls are joined, if they are.
@@ -64,7 +66,7 @@ class Gradients(NamedTuple):
     at_once: bool = False  # whether one call of an algorithm computes both
     via_channels_last: bool = False  # whether tensors in NCHW are transposed first; in files of tuned choices "turned"
 
-    def passes(self, config: Config, weight_config: Config) -> list[tuple[Pass, Algorithm, Config]]:
+    def passes(self, config: Config, weight_config: Config) -> list[Computation]:
         """The passes that are computed, each with its algorithm and configuration: one if at once, else two."""
         if self.via_channels_last:
             config = weight_config = replace(config, memory_format=torch.channels_last)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -38,9 +38,10 @@ def prepare_gradients(
     """Prepare both gradients, from (grad_output, input, weight), by programs, by one and torch, or by no program."""
     if (program := both_programs(gradients, config, weight_config)) is not None:
         return _bind_gradients(program, tensors, convention)
-    by_us = [pass_program(*one) is not None for one in gradients.passes(config, weight_config)]
+    passes = gradients.passes(config, weight_config)
+    by_us = [pass_program(*one) is not None for one in passes]
     if any(by_us) and not gradients.via_channels_last:
-        return _prepare_mixed(gradients, config, weight_config, tensors, convention, ours_is_of_input=by_us[0])
+        return _prepare_mixed(passes, tensors, convention, ours_is_of_input=by_us[0])
     if gradients.via_channels_last:
         last = replace(config, memory_format=torch.channels_last)
         call = prepare_via_channels_last(config, both_gradients(gradients, last, last), gradients.transposes_weight)
@@ -70,19 +71,14 @@ def both_gradients(
 
 
 def _prepare_mixed(
-    gradients: pairs.Gradients,
-    config: Config,
-    weight_config: Config,
-    tensors: Tensors,
-    convention: Convention,
-    ours_is_of_input: bool,
+    passes: Sequence[pairs.Computation], tensors: Tensors, convention: Convention, ours_is_of_input: bool
 ) -> Prepared:
     """Prepare both gradients where torch's operator computes one of them, after a program of the other."""
     of_torch = convention._replace(with_bias_grad=False)  # the program's call gives that gradient
     of_input, of_weight = (convention, of_torch) if ours_is_of_input else (of_torch, convention)
     grad_output, input, weight = tensors
-    input_grad = prepare_gradient("input_grad", gradients.input_grad, config, (grad_output, weight), of_input)
-    weight_grad = prepare_gradient("weight_grad", gradients.weight_grad, weight_config, (grad_output, input), of_weight)
+    input_grad = prepare_gradient(*passes[0], (grad_output, weight), of_input)
+    weight_grad = prepare_gradient(*passes[1], (grad_output, input), of_weight)
 
     def call(grad_output: Tensor, input: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
         if ours_is_of_input:

@@ -46,6 +46,10 @@ class Options(NamedTuple):
     precision: Precision | None = None
     workspace_limit: int | None = None
 
+    @property
+    def geometry(self) -> tuple[Pair, Pair, Pair, int, Pair]:
+        return self.stride, self.padding, self.output_padding, self.groups, self.dilation
+
 
 class Window(NamedTuple):
     """The arguments of im2col and col2im after their tensor and output size."""
@@ -82,7 +86,7 @@ def checked_problem(where: str, tensors: Tensors, sizes: Any, arguments: Argumen
         weight_shape = (input.shape[1], grad_output.shape[1] // max(1, options.groups), *sizes)
     else:
         weight_shape = weight.shape
-    problem = validation.problem(where, input_shape, weight_shape, *options[:5])
+    problem = validation.problem(where, input_shape, weight_shape, *options.geometry)
     validation.same_kind(where, named)
     if grad_output is not None:
         validation.shape(where, "grad_output", grad_output.shape, problem.output_shape)
