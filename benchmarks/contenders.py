@@ -135,7 +135,7 @@ class Contender:
             if gradients.via_channels_last:
                 computed = replace(config, memory_format=torch.channels_last)
             taken |= {"input_grad": gradients.input_grad, "weight_grad": gradients.weight_grad}
-            kernels += gradients.choices(computed, computed)
+            kernels += [algorithm.choice(of, one) for one, algorithm, of in gradients.passes(config, config)]
         names = "+".join(dict.fromkeys(one.name for one in taken.values())) + " turned" * (computed is not config)
         is_torchs = any(one.name == "native" for one in taken.values())
         needs = (one.workspace_bytes(config if way == "forward" else computed, way) for way, one in taken.items())

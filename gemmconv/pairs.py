@@ -36,7 +36,7 @@ import torch
 
 from gemmconv import tuned
 from gemmconv.algorithms import ALGORITHMS, Algorithm, Config
-from gemmconv.kernels.base import Choice, Direction, Pass, why_no_kernels
+from gemmconv.kernels.base import Direction, Pass, why_no_kernels
 from gemmconv.kernels.layout.transpose import grad_output_transpose_seconds, via_channels_last_seconds
 from gemmconv.selection import (
     BY_NAME,
@@ -51,30 +51,35 @@ from gemmconv.selection import (
     on_measured_gpu,
 )
 
+Computation = tuple[Pass, Algorithm, Config]  # of a pass: what computes it, and its configuration
+
 
 class Gradients(NamedTuple):
     """The algorithms of both gradients of a backward pass, and how their two calls are joined, if they are.
 
-    They are one call (``at_once``), or two that share a transpose (``share``, for tensors in channels_last), or two
-    between transposes of all tensors (``via_channels_last``, for tensors in NCHW); else two calls and nothing more.
+    They are one call (``at_once``), or two, which share a transpose of grad_output that both need. Either is done
+    between transposes of all tensors if ``via_channels_last``.
     """
 
     input_grad: Algorithm
     weight_grad: Algorithm
-    share: bool  # whether one transpose of grad_output, from channels_last to NCHW, serves both; ignored if at_once
     at_once: bool = False  # whether one call of an algorithm computes both
     via_channels_last: bool = False  # whether tensors in NCHW are transposed first; in files of tuned choices "turned"
 
-    def choices(self, config: Config, weight_config: Config) -> list[Choice | None]:
-        """The kernel and tile of each gradient; a single one if both are computed at once."""
+    def passes(self, config: Config, weight_config: Config) -> list[Computation]:
+        """The passes that are computed, each with its algorithm and configuration: one if at once, else two."""
+        if self.via_channels_last:
+            config = weight_config = replace(config, memory_format=torch.channels_last)
         if self.at_once:
-            return [self.input_grad.choice(replace(config, weight_format=weight_config.memory_format), "grads")]
-        return [self.input_grad.choice(config, "input_grad"), self.weight_grad.choice(weight_config, "weight_grad")]
+            return [("grads", self.input_grad, replace(config, weight_format=weight_config.memory_format))]
+        return [("input_grad", self.input_grad, config), ("weight_grad", self.weight_grad, weight_config)]
 
-    def are_torchs_in_one_call(self, config: Config, weight_config: Config) -> bool:
-        """Whether one call of torch's operator gives what the two would, by the same kernels, ``at_once`` or not."""
-        both_native = self.input_grad is self.weight_grad is NATIVE
-        return both_native and not self.via_channels_last and config.memory_format is weight_config.memory_format
+    def share(self, config: Config, weight_config: Config) -> bool:
+        """Whether one transpose of grad_output, from channels_last to NCHW, serves two calls on tensors as they are."""
+        if self.at_once or not (config.channels_last and weight_config.channels_last):
+            return False
+        of_input = self.input_grad.transposes(config, "input_grad")
+        return of_input and self.weight_grad.transposes(weight_config, "weight_grad")
 
     @property
     def transposes_weight(self) -> bool:
@@ -84,9 +89,6 @@ class Gradients(NamedTuple):
 
 def choose_pair(config: Config, weight_config: Config, requested: str, where: str) -> Gradients:
     """The algorithms of the input's and the weight's gradient of one backward pass.
-
-    On Hopper these are compared: one algorithm that computes both at once; two that share the transpose of grad_output
-    (channels_last); and, for 16-bit tensors in NCHW, two that compute in channels_last with three transposes around.
 
     Args:
         config, weight_config: configurations of the input's and the weight's gradient, equal but for memory formats.
@@ -122,7 +124,7 @@ def _tuned_pair(config: Config, weight_config: Config) -> Gradients | None:
     first, second = map(BY_NAME.get, entry.algorithms)
     if first is None or second is None:
         return None
-    share, at_once, via_channels_last = (entry.how.get(name, False) for name in ("share", "at_once", "turned"))
+    at_once, via_channels_last = (entry.how.get(name, False) for name in ("at_once", "turned"))
     if via_channels_last:
         config = weight_config = replace(config, memory_format=torch.channels_last)
     both = replace(config, weight_format=weight_config.memory_format)
@@ -130,20 +132,13 @@ def _tuned_pair(config: Config, weight_config: Config) -> Gradients | None:
         return None
     if not (can_serve(first, config, "input_grad") and can_serve(second, config, "weight_grad")):
         return None
-    return Gradients(first, second, share, at_once, via_channels_last)
+    return Gradients(first, second, at_once, via_channels_last)
 
 
 def one_by_one(config: Config, weight_config: Config, requested: str, where: str) -> Gradients:
     """What :func:`choose` gives for each gradient alone, to run one after the other with a transpose they may share."""
     first = choose(config, requested, where, "input_grad")
-    second = choose(weight_config, requested, where, "weight_grad")
-    return Gradients(first, second, _share(first, second, config, weight_config))
-
-
-def _share(first: Algorithm, second: Algorithm, config: Config, weight_config: Config) -> bool:
-    """Whether both algorithms transpose the one grad_output from channels_last to NCHW."""
-    both_last = config.memory_format is weight_config.memory_format is torch.channels_last
-    return both_last and first.transposes(config, "input_grad") and second.transposes(weight_config, "weight_grad")
+    return Gradients(first, choose(weight_config, requested, where, "weight_grad"))
 
 
 def _pair_on_hopper(config: Config, weight_config: Config, able: tuple[Algorithm, ...]) -> Gradients:
@@ -164,7 +159,7 @@ def _pair_on_other_gpus(config: Config, weight_config: Config, able: tuple[Algor
 
     Whether they are is asked on the GPU that was measured; which of ours is taken, by the estimates for this GPU.
     """
-    pair_of_torch = Gradients(NATIVE, NATIVE, share=False, at_once=True)
+    pair_of_torch = Gradients(NATIVE, NATIVE, at_once=True)
     ours = tuple(one for one in able if one is not NATIVE)
     if not ours:
         return pair_of_torch
@@ -185,12 +180,13 @@ def _fastest_pair(config: Config, weight_config: Config, among: tuple[Algorithm,
     # counts, not the sum.
     host = {one: one.host_seconds(config, "grads") for one in among}
     for (first_seconds, first), (second_seconds, second) in itertools.product(inputs, weights):
-        share = _share(first, second, config, weight_config)
-        seconds = first_seconds.device + second_seconds.device - (saved if share else 0)
-        found.append((Seconds(seconds, max(host[first], host[second])), Gradients(first, second, share)))
+        gradients = Gradients(first, second)
+        shared = saved if gradients.share(config, weight_config) else 0
+        seconds = first_seconds.device + second_seconds.device - shared
+        found.append((Seconds(seconds, max(host[first], host[second])), gradients))
     for one in among:
         seconds = one.grads_estimate(config, weight_config)
-        found.append((Seconds(seconds, host[one]), Gradients(one, one, share=False, at_once=True)))
+        found.append((Seconds(seconds, host[one]), Gradients(one, one, at_once=True)))
     return min(found, key=lambda item: item[0].waited)
 
 
@@ -217,13 +213,10 @@ def log_choice(chosen: Algorithm | Gradients, config: Config, weight_config: Con
     """Log at DEBUG what ``auto`` chose for a new configuration: one algorithm, or those of both gradients."""
     if not tuned.log.isEnabledFor(logging.DEBUG):
         return
-    if isinstance(chosen, Gradients):
-        names = dict.fromkeys((chosen.input_grad.name, chosen.weight_grad.name))
-        if chosen.via_channels_last:
-            config = weight_config = replace(config, memory_format=torch.channels_last)
-        made = chosen.choices(config, weight_config)
-    else:
-        names, made = {chosen.name: None}, [chosen.choice(config, direction)]
+    passes = chosen.passes(config, weight_config) if isinstance(chosen, Gradients) else [(direction, chosen, config)]
+    names = dict.fromkeys(algorithm.name for _, algorithm, _ in passes)
+    made = [algorithm.choice(computed, one) for one, algorithm, computed in passes]
+    config = passes[0][2]
     layer, size = " ".join(tuned.key_of(config, direction)), "x".join(map(str, tuned.size_of(config)))
     kernels, seconds = " and ".join(map(str, made)), sum(one.seconds for one in made if one)
     expected = f"expected {MICROSECONDS * seconds:,.0f} us" if 0 < seconds < math.inf else "no estimate"

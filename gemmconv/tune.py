@@ -203,13 +203,13 @@ def _kernels(config: Config, direction: Direction, choices: Sequence[NamedChoice
 
 def _pairs_of_algorithms(config: Config) -> Iterator[_Candidate]:
     """The candidates of a backward pass: torch's, chosen together by estimates, chosen one by one, and at once."""
-    pair_of_torch = pairs.Gradients(NATIVE, NATIVE, share=False, at_once=not config.deterministic)
+    pair_of_torch = pairs.Gradients(NATIVE, NATIVE, at_once=not config.deterministic)
     candidates = [
         pair_of_torch,
         pairs.choose_pair(config, config, "auto", "tune"),
         pairs.one_by_one(config, config, "auto", "tune"),
         *(
-            pairs.Gradients(one, one, share=False, at_once=True)
+            pairs.Gradients(one, one, at_once=True)
             for one in ALGORITHMS
             if one.why_not(config, "weight_grad") is None and one.grads_estimate(config, config) < math.inf
         ),
@@ -218,7 +218,7 @@ def _pairs_of_algorithms(config: Config) -> Iterator[_Candidate]:
     for pair in dict.fromkeys(candidates):
         prepare = partial(prepare_gradients, pair, config, config, tuple(operands), Convention())
         names = pair.input_grad.name, pair.weight_grad.name
-        how = {"share": pair.share, "at_once": pair.at_once, "turned": pair.via_channels_last}
+        how = {"at_once": pair.at_once, "turned": pair.via_channels_last}
         taken = {"algorithms": names, "how": how}
         yield _Candidate("+".join(dict.fromkeys(names)), pair == pair_of_torch, prepare, operands, taken)
 

@@ -210,7 +210,7 @@ def test_both_gradients_together_pass_gradient_checks(result, device):
 )
 def test_gradients_of_nchw_can_be_computed_in_channels_last_between_turns(case, algorithm, device, monkeypatch, poison):
     chosen = next(one for one in ALGORITHMS if one.name == algorithm)
-    gradients = pairs.Gradients(chosen, chosen, share=False, via_channels_last=True)
+    gradients = pairs.Gradients(chosen, chosen, via_channels_last=True)
     assert gradients.transposes_weight is (algorithm == "native")
     assert not gradients._replace(via_channels_last=False).transposes_weight
     monkeypatch.setattr(pairs, "choose_pair", lambda *arguments: gradients)

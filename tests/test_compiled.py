@@ -243,7 +243,7 @@ def test_what_a_call_that_casts_launches_is_compiled_ahead(device, monkeypatch):
     """With its casts, which its tensors have not: they are those of the call after them."""
     ahead = []
     monkeypatch.setattr(compiled, "launches_of", lambda *arguments: ahead.append(arguments))
-    monkeypatch.setattr(compiled, "compile_in_background", lambda key, device, launches_of: launches_of()())
+    monkeypatch.setattr(compiled, "compile_in_background", lambda key, tensors, list_launches: list_launches(*tensors))
     layer = gemmconv.ConvTranspose2d(3, 4, 4, algorithm="gemm_col2im").to(device)
     with torch.no_grad(), torch.autocast(device, torch.bfloat16):
         torch.compile(layer)(torch.randn(2, 3, 5, 6, device=device))
@@ -346,12 +346,15 @@ def test_what_calls_launch_is_compiled_ahead(dynamic, device, monkeypatch):
     def seen(direction, served):
         def call(*inputs):
             tensors, sizes, options = split_arguments(operator_name(direction), inputs)
-            called.append((direction, *map(tensor_signature, tensors), repr((sizes, options)), None))
+            called.append((direction, repr((sizes, options)), None, *map(tensor_signature, tensors)))
             return served(*inputs)
 
         return call
 
-    monkeypatch.setattr(compiled, "compile_in_background", lambda key, device, launches_of: ahead.append(key))
+    def note(key, tensors, list_launches):
+        ahead.append((*key, *map(tensor_signature, tensors)))
+
+    monkeypatch.setattr(compiled, "compile_in_background", note)
     for direction in PASSES:
         operator = OPERATORS[operator_name(direction)]
         monkeypatch.setattr(operator, "served", seen(direction, operator.served))
@@ -384,7 +387,7 @@ def test_inductor_does_without_the_lowering(device, monkeypatch):
     """As where torch has nothing of what it takes."""
     compiled._lower()
     monkeypatch.setattr(compiled, "_lower", lambda: None)
-    for name in compiled._served:
+    for name in map(operator_name, PASSES):
         monkeypatch.delitem(lowering.lowerings, OPERATORS[name])
     network, images = small_network(device), torch.randn(2, 3, 5, 6, device=device)
     other, codes = run_and_get_code(torch.compile(copy.deepcopy(network), fullgraph=True), images)

@@ -85,7 +85,7 @@ def test_a_backward_pass_transposes_each_tensor_once(at_once, layout, builder, p
     through, columns = layout == "via_channels_last", GemmCol2im()
     given = torch.contiguous_format if through else torch.channels_last
     config = Config(problem_of(case), torch.float32, GPU, memory_format=given)
-    gradients = Gradients(columns, columns, True, at_once)
+    gradients = Gradients(columns, columns, at_once)
     with emulator.install(builder):
         program = both_programs(gradients._replace(via_channels_last=through), config, config)
         call = program.prepare(GPU)
@@ -119,7 +119,7 @@ def test_torchs_operator_computes_one_gradient_after_a_program_of_the_other(ours
     config = Config(problem_of(case), torch.float32, GPU)
     tensors = data.grad_output, data.input, data.weight
     with emulator.install(builder):
-        gradients, convention = Gradients(**chosen, share=False), Convention(with_bias_grad=with_bias)
+        gradients, convention = Gradients(**chosen), Convention(with_bias_grad=with_bias)
         found = prepare_gradients(gradients, config, config, tensors, convention)(*tensors)
     assert ran == ["program", "input_grad" if ours == "weight_grad" else "weight_grad"]
     wanted = exact.input_grad, exact.weight_grad, *[exact.bias_grad] * with_bias

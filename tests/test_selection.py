@@ -107,12 +107,19 @@ def gradients_taken(problem, dtype, precision, requested="auto", memory_format=L
     return choose_pair(config, config, requested, "test")
 
 
+def share_a_turning(problem, dtype, precision, requested="auto", memory_format=LAST):
+    config = config_of(problem, dtype, precision, memory_format=memory_format)
+    return gradients_taken(problem, dtype, precision, requested, memory_format).share(config, config)
+
+
 def test_gradients_share_the_turning_of_grad_output_where_both_turn_it():
     found = gradients_taken(KERNELBENCH_75, *FP32)
-    assert (found.input_grad.name, found.weight_grad.name, found.share) == ("direct", "direct", True)
-    assert not gradients_taken(KERNELBENCH_75, *FP32, memory_format=NCHW).share
-    assert gradients_taken(KERNELBENCH_75, *FP32, "gemm_col2im").share
-    assert not gradients_taken(KERNELBENCH_75, *FP32, "native").share
+    assert (found.input_grad.name, found.weight_grad.name) == ("direct", "direct")
+    assert share_a_turning(KERNELBENCH_75, *FP32)
+    assert not share_a_turning(KERNELBENCH_75, *FP32, memory_format=NCHW)
+    config = config_of(KERNELBENCH_75, *FP32, memory_format=LAST)
+    assert pairs.one_by_one(config, config, "gemm_col2im", "test").share(config, config)
+    assert not share_a_turning(KERNELBENCH_75, *FP32, "native")
 
 
 def test_gradients_of_nchw_are_computed_in_channels_last_where_that_gains_more_than_turning_costs():
@@ -206,7 +213,7 @@ def test_auto_takes_the_gradients_that_are_the_fastest_together(fused_seconds, t
     monkeypatch.setattr(pairs, "_fastest_pair", pairs._fastest_pair.__wrapped__)  # keeps nothing of these estimates
     found = gradients_taken(problem, *FP32)
     assert (found.input_grad.name, found.weight_grad.name) == (taken, "fused")
-    assert found.share is (taken == "direct")
+    assert share_a_turning(problem, *FP32) is (taken == "direct")
     assert choose(config, "auto", "test", "input_grad").name == "fused"
 
 

@@ -6,8 +6,6 @@ from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import Future
 from typing import Any
 
-import torch
-
 from gemmconv.algorithms.gemm_col2im import ahead
 from gemmconv.kernels.base import Pass, why_no_kernels
 from gemmconv.kernels.forms import launches
@@ -47,44 +45,42 @@ def launches_of(
 
 
 def compile_in_background(
-    key: Hashable, device: torch.device, make_launches: Callable[[], Callable[[], Iterable[Launch]]]
+    key: tuple[Hashable, ...], tensors: Tensors, list_launches: Callable[..., Iterable[Launch]]
 ) -> Future[Any] | None:
-    """Have other threads compile the launches of a call, once for each key.
+    """Have other threads compile the launches of a call, once for each signature.
 
     Errors are dropped, since the call itself raises them. Returns None where kernels are not available.
 
     Args:
-        key: signature of the call.
-        device: where it computes.
-        make_launches: returns a function that lists the launches; that function must hold no data.
+        key: signature of the call but for its tensors.
+        tensors: its tensors, the first of which has its device.
+        list_launches: lists the launches of a call on the tensors that it gets, without data; it must hold no data.
     """
+    device = tensors[0].device
 
     def compile() -> Future[Any] | None:
         if why_no_kernels(device) is not None:
             return None
         from gemmconv.kernels import bind  # needs the CUDA packages, which are there
 
-        list_launches = make_launches()
+        stand_ins = [without_data(one) for one in tensors]
 
         def list_ahead() -> Iterable[Launch]:
             token = ahead.set(True)
             try:
-                return list_launches()
+                return list_launches(*stand_ins)
             finally:
                 ahead.reset(token)
 
         return bind.compile_ahead(list_ahead, device)
 
-    future: Future[Any] | None = find_or_make(("ahead", key), compile) if device.type == "cuda" else None
+    if device.type != "cuda":
+        return None
+    future: Future[Any] | None = find_or_make(("ahead", *key, *map(tensor_signature, tensors)), compile)
     return future
 
 
 def compile_forward_ahead(tensors: Tensors, arguments: Arguments) -> Future[Any] | None:
     """Choose and compile in the background what a forward pass launches; see :func:`compile_in_background`."""
-
-    def make_launches() -> Callable[[], list[Launch]]:
-        operands = tuple(map(without_data, tensors))
-        return lambda: launches_of("forward", operands, None, arguments)
-
-    key = "forward", *map(tensor_signature, tensors), repr(arguments)
-    return compile_in_background(key, tensors[0].device, make_launches)
+    key = "forward", repr(arguments)
+    return compile_in_background(key, tensors, lambda *tensors: launches_of("forward", tensors, None, arguments))

@@ -22,11 +22,6 @@ _MODES = torch._C.DispatchKeySet(torch._C.DispatchKey.Python)
 _WITNESS_ONE_IN = 61  # calls, where regions use no cast twice; a prime, so that each call of a region has its turn
 
 
-def is_autocast_on(device_type: str) -> bool:
-    """Whether autocast is on for a device type. The meta device has none, and torch raises if it is asked."""
-    return device_type != "meta" and torch.is_autocast_enabled(device_type)
-
-
 def is_autocasting(device_type: str) -> bool:
     """Whether autocast is on for a device type, and the operator's tensors have not been cast yet."""
     key = KEYS.get(device_type)
@@ -141,7 +136,8 @@ def dtype_of(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
 def current_dtype(tensor: Tensor) -> torch.dtype:
     """The dtype in which a call on a tensor is computed now: that of autocast where it is on and casts the tensor."""
     kind = tensor.device.type
-    return dtype_of(tensor, torch.get_autocast_dtype(kind)) if is_autocast_on(kind) else tensor.dtype
+    is_on = kind != "meta" and torch.is_autocast_enabled(kind)  # torch raises if it is asked for the meta device
+    return dtype_of(tensor, torch.get_autocast_dtype(kind)) if is_on else tensor.dtype
 
 
 def cast_as_autocast(tensor: Tensor | None, dtype: torch.dtype) -> Any:

@@ -1,4 +1,4 @@
-"""Gradients and tangents of the operators, computed by the operators themselves.
+"""The operators as functions, for every mode and transform; their gradients and tangents, computed by the operators.
 
 A transposed convolution and its two gradients are closed under differentiation: each is linear in either of its
 tensors, and its derivatives are the other two. So a backward pass calls these operators, and so does the backward pass
@@ -16,16 +16,17 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from gemmconv.dispatch import are_dense, as_plain, in_a_mode
+from gemmconv import flops, validation
+from gemmconv.dispatch import are_dense, as_plain, in_a_mode, loses_a_tangent
 from gemmconv.kernels.base import Pass, strides_of, with_strides
 from gemmconv.kernels.program import Launch
 from gemmconv.ops.ahead import compile_in_background, launches_of
-from gemmconv.ops.autocast import EVERY_KEY
-from gemmconv.ops.call_cache import tensor_signature
+from gemmconv.ops.autocast import EVERY_KEY, KEYS, is_autocasting, with_autocast
 from gemmconv.ops.configs import Convention
 from gemmconv.ops.gradients import bias_gradient
 from gemmconv.ops.implementation import prepare_call
 from gemmconv.ops.schemas import (
+    ARGUMENT_NAMES,
     OPERATORS,
     Arguments,
     Tensors,
@@ -33,18 +34,51 @@ from gemmconv.ops.schemas import (
     checked_problem,
     memory_format,
     register,
-    without_data,
 )
-from gemmconv.ops.transforms import (
-    Rules,
-    col2im,
-    conv_transpose2d,
-    conv_transpose2d_grads,
-    conv_transpose2d_input_grad,
-    conv_transpose2d_weight_grad,
-    im2col,
-    register_rules,
-)
+
+Rules = tuple[Callable[..., None], Callable[..., Arguments], Callable[..., Any]]  # set-up, gradient, tangent
+Needs = tuple[bool, bool, bool]  # whether a backward pass needs the gradient of input, weight and bias
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]  # of input, weight and bias
+
+_PUBLIC = ("conv_transpose2d", "im2col", "col2im")
+_TRANSFORMABLE: dict[str, type[torch.autograd.Function]] = {}
+
+
+def _route(name: str) -> Callable[..., Any]:
+    """A function that calls an operator, or under torch.func an autograd function that all transforms understand."""
+    operator, names = OPERATORS[name], ARGUMENT_NAMES[name]
+
+    def call(*inputs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return operator(*inputs)
+        if name in _PUBLIC:  # arguments of the others have been checked before
+            validation.in_64_bits(name, zip(names, inputs, strict=False))
+        flops.register()
+        if not torch._C._are_functorch_transforms_active():
+            return operator(*inputs)
+        if loses_a_tangent():
+            raise NotImplementedError(
+                f"{name}: torch.func.jvp inside torch.func.jvp has a rule for torch's own operator alone; use "
+                'algorithm="auto" with precision=None, in a call inside of both'
+            )
+        if name == "conv_transpose2d" and is_autocasting(inputs[0].device.type):
+            # Cast before the transforms: the tensors that they save for gradients must have one dtype.
+            return _WITH_AUTOCAST[inputs[0].device.type](*inputs)
+        return _TRANSFORMABLE[name].apply(*map(_Wrapped.wrap, inputs))
+
+    return call
+
+
+conv_transpose2d = _route("conv_transpose2d")
+conv_transpose2d_input_grad = _route("conv_transpose2d_input_grad")
+conv_transpose2d_weight_grad = _route("conv_transpose2d_weight_grad")
+conv_transpose2d_grads = _route("conv_transpose2d_grads")
+im2col = _route("im2col")
+col2im = _route("col2im")
+
+_WITH_AUTOCAST = {device_type: with_autocast(conv_transpose2d, device_type) for device_type in KEYS}
+for _device_type, _call in _WITH_AUTOCAST.items():
+    register("conv_transpose2d", _call, KEYS[_device_type].name)
 
 
 def _conv_transpose2d_uncast(*inputs: Any) -> Tensor:
@@ -53,8 +87,9 @@ def _conv_transpose2d_uncast(*inputs: Any) -> Tensor:
         return conv_transpose2d(*inputs)
 
 
-Needs = tuple[bool, bool, bool]  # whether a backward pass needs the gradient of input, weight and bias
-Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]  # of input, weight and bias
+def required_gradients(input: Tensor, weight: Tensor, bias: Tensor | None) -> Needs:
+    """Which of a call's tensors require gradients."""
+    return input.requires_grad, weight.requires_grad, bias is not None and bias.requires_grad
 
 
 class Backward(NamedTuple):
@@ -90,14 +125,9 @@ class Backward(NamedTuple):
             grad_weight = with_strides(grad_weight, self.weight_strides)
         if not of_bias:
             return grad_input, grad_weight, None
-        if (
-            torch.is_grad_enabled()
-            or in_a_mode(or_profiled=False)
-            or torch.compiler.is_compiling()
-            or not are_dense(grad)
-        ):
-            return grad_input, grad_weight, grad.sum((0, 2, 3))
-        return grad_input, grad_weight, bias_gradient(grad)
+        is_plain = not torch.is_grad_enabled() and not in_a_mode(or_profiled=False)
+        is_plain = is_plain and not torch.compiler.is_compiling() and are_dense(grad)
+        return grad_input, grad_weight, bias_gradient(grad) if is_plain else grad.sum((0, 2, 3))
 
     def prepare(
         self, grad: Tensor, input: Any, weight: Any, needs: Needs, dtype: torch.dtype | None = None
@@ -119,15 +149,11 @@ class Backward(NamedTuple):
         Some gradient of input or weight must be needed. Tensors may be without data.
         """
         _, of_weight, of_bias = needs
-        convention = Convention(self._weight_grad_strides() if of_weight else None, of_bias, dtype)
+        is_contiguous = self.weight_strides == strides_of(self.weight_shape, torch.contiguous_format)
+        strides = self.weight_strides if of_weight and not is_contiguous else None
         direction, tensors = needed_pass(grad, input, weight, needs)
         size = {"input_grad": tuple(self.input_size), "weight_grad": tuple(self.weight_shape[2:])}.get(direction)
-        return direction, tensors, size, self.options, convention
-
-    def _weight_grad_strides(self) -> tuple[int, ...] | None:
-        """The strides of the weight's gradient, None where they are those of a contiguous tensor."""
-        strides = self.weight_strides
-        return None if strides == strides_of(self.weight_shape, torch.contiguous_format) else strides
+        return direction, tensors, size, self.options, Convention(strides, of_bias, dtype)
 
 
 def needed_pass(grad: Tensor, input: Any, weight: Any, needs: Needs) -> tuple[Pass, Tensors]:
@@ -160,24 +186,18 @@ def compile_backward_ahead(
     It is expected to need the gradients of all tensors that require one, and a grad_output in the output's format.
     ``dtype`` is the dtype of the weight's and the bias's gradient, if it is not the input's.
     """
-    of_input, of_weight, of_bias = (one is not None and one.requires_grad for one in tensors)
-    needs = of_input, of_weight, of_bias
+    needs = required_gradients(*tensors)
 
-    def make_launches() -> Callable[[], list[Launch]]:
-        backward, (input, weight, bias) = Backward.of(tensors, options), map(without_data, tensors)
+    def list_launches(*tensors: Any) -> list[Launch]:
+        if not (needs[0] or needs[1]):
+            return []
+        input, weight, _ = tensors
+        problem = checked_problem("conv_transpose2d", tensors, None, options)
+        strides = strides_of(problem.output_shape, memory_format(input, weight))
+        grad = WithoutData.of(problem.output_shape, strides, input.dtype, input.device)
+        return launches_of(*Backward.of(tensors, options).operator_call(grad, input, weight, needs, dtype))
 
-        def launches() -> list[Launch]:
-            problem = checked_problem("conv_transpose2d", (input, weight, bias), None, options)
-            strides = strides_of(problem.output_shape, memory_format(input, weight))
-            grad = WithoutData.of(problem.output_shape, strides, input.dtype, input.device)
-            if not (of_input or of_weight):
-                return []
-            return launches_of(*backward.operator_call(grad, input, weight, needs, dtype))
-
-        return launches
-
-    key = *map(tensor_signature, tensors), needs, repr(options), dtype
-    return compile_in_background(key, tensors[0].device, make_launches)
+    return compile_in_background(("backward", needs, repr(options), dtype), tensors, list_launches)
 
 
 # Gradients. An argument that is no tensor has the gradient None.
@@ -311,12 +331,8 @@ def _grads_tangent(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, T
     )
 
 
-def _im2col_tangent(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
-    return im2col(tangent, *ctx.arguments)
-
-
-def _col2im_tangent(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
-    return col2im(tangent, *ctx.arguments)
+def _tangent_of_fold(operator: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda ctx, tangent, *_: operator(tangent, *ctx.arguments)
 
 
 # Registration.
@@ -355,15 +371,49 @@ def _with_gradient(operator: Callable[..., Any], rules: Rules) -> Callable[..., 
     return call
 
 
+class _Wrapped:
+    """Hides a tuple or list from transforms of torch.func, which would mix up the tangents of its items."""
+
+    def __init__(self, content: Any) -> None:
+        self.content = content
+
+    @classmethod
+    def wrap(cls, argument: Any) -> Any:
+        return cls(argument) if isinstance(argument, tuple | list) else argument
+
+    @classmethod
+    def unwrap(cls, arguments: Arguments) -> Arguments:
+        return tuple(argument.content if isinstance(argument, cls) else argument for argument in arguments)
+
+
+def _transformable(operator: Callable[..., Any], rules: Rules) -> type[torch.autograd.Function]:
+    """An operator with its rules for transforms of torch.func, which act before the dispatcher's Autograd key."""
+    setup, gradient, tangent = rules
+
+    class Function(torch.autograd.Function):
+        generate_vmap_rule = True
+        backward, jvp = staticmethod(gradient), staticmethod(tangent)
+
+        @staticmethod
+        def forward(*inputs: Any) -> Any:
+            return operator(*_Wrapped.unwrap(inputs))
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Arguments, output: Any) -> None:
+            setup(ctx, _Wrapped.unwrap(inputs), output)
+
+    return Function
+
+
 _RULES: dict[str, Rules] = {
     "conv_transpose2d": (_conv_transpose2d_setup, _conv_transpose2d_backward, _conv_transpose2d_tangent),
     "conv_transpose2d_input_grad": _rules_of_one_gradient(conv_transpose2d_input_grad),
     "conv_transpose2d_weight_grad": _rules_of_one_gradient(conv_transpose2d_weight_grad),
     "conv_transpose2d_grads": (_grads_setup, _grads_backward, _grads_tangent),
-    "im2col": (_fold_setup, _im2col_backward, _im2col_tangent),
-    "col2im": (_fold_setup, _col2im_backward, _col2im_tangent),
+    "im2col": (_fold_setup, _im2col_backward, _tangent_of_fold(im2col)),
+    "col2im": (_fold_setup, _col2im_backward, _tangent_of_fold(col2im)),
 }
 for _name, (_setup, _gradient, _tangent) in _RULES.items():
     _rules = _setup, _on_plain_tensors(_gradient), _on_plain_tensors(_tangent)
     register(_name, _with_gradient(OPERATORS[_name], _rules), "Autograd")
-    register_rules(_name, _rules)
+    _TRANSFORMABLE[_name] = _transformable(OPERATORS[_name], _rules)

@@ -25,7 +25,7 @@ from gemmconv.dispatch import are_dense
 from gemmconv.kernels.base import PASSES, Pass
 from gemmconv.ops import plain, volumes
 from gemmconv.ops.ahead import compile_in_background, launches_of
-from gemmconv.ops.call_cache import entries, find_or_make, tensor_signature
+from gemmconv.ops.call_cache import entries, find_or_make
 from gemmconv.ops.configs import Convention
 from gemmconv.ops.implementation import prepare_call
 from gemmconv.ops.schemas import (
@@ -47,11 +47,15 @@ _CASTING, _CASTS = "conv_transpose2d_casting", Convention(parameter_dtype=torch.
 _IMAGES: dict[Pass, int] = {"forward": 1, "input_grad": 1, "weight_grad": 2, "grads": 2}
 
 
+# Calls of generated code. The operators serve those that are not plain: a profiler or a mode is on, or gradients of a
+# gradient are recorded.
+
+
 def _forward(input: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> Tensor:
     call, key = plain.find_call(input, weight, bias, marshal.dumps(arguments, 2))
     if call is None:
         call = find_or_make(key, lambda: plain.prepare(input, weight, bias, arguments))
-    return (call or _dispatch("forward", arguments))(input, weight, bias)
+    return call(input, weight, bias) if call else OPERATORS["conv_transpose2d"](input, weight, bias, *arguments)
 
 
 def _casting(input: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> Tensor:
@@ -77,7 +81,7 @@ def _gradient(direction: Pass) -> Callable[..., Any]:
         call: Callable[..., Any] | None = entries.get(key)
         if call is None and key is not None and are_dense(*tensors):
             call = find_or_make(key, lambda: prepare_call(direction, *split_arguments(where, inputs)))
-        return (call or _dispatch(direction, arguments))(*tensors)
+        return call(*tensors) if call else OPERATORS[where](*inputs)
 
     return gradient
 
@@ -88,11 +92,6 @@ def _volume(input: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any)
         volume = volumes.volume_of(input, weight, *arguments)
         call = find_or_make(key, lambda: volumes.prepare((input, weight, bias), volume, arguments[5]))
     return call(input, weight, bias) if call else volumes.OPERATOR(input, weight, bias, *arguments)
-
-
-def _dispatch(direction: Pass, arguments: Arguments) -> Callable[..., Any]:
-    """The operator, for a call that is not plain: a profiler or a mode is on, or gradients are recorded."""
-    return lambda *tensors: OPERATORS[operator_name(direction)](*tensors, *arguments)
 
 
 @lru_cache(maxsize=1)
@@ -189,9 +188,8 @@ def _compile_ahead(direction: Pass, inputs: Arguments, convention: Convention | 
     with suppress(Exception):  # a size is no integer yet; if anything is wrong, the call raises it
         nodes, sizes, options = split_arguments(operator_name(direction), inputs)
         tensors: Tensors = tuple(None if one is None else _without_data(one, nodes[0]) for one in nodes)
-        key = direction, *map(tensor_signature, tensors), repr((sizes, options)), convention
-        list_launches = partial(launches_of, direction, tensors, sizes, options, convention)
-        compile_in_background(key, tensors[0].device, lambda: list_launches)
+        key = direction, repr((sizes, options)), convention
+        compile_in_background(key, tensors, lambda *of: launches_of(direction, of, sizes, options, convention))
 
 
 def _compile_volume_ahead(inputs: Arguments) -> None:
@@ -210,21 +208,18 @@ def _without_data(node: Any, first: Any) -> WithoutData:
 def _with_lowering(fake: Callable[..., Any]) -> Callable[..., Any]:
     """A fake that also registers lowerings: torch.compile calls it after importing inductor, and before lowering."""
 
-    def call(*inputs: Any, **named: Any) -> Any:
+    def call(*inputs: Any) -> Any:
         if "torch._inductor.lowering" in sys.modules:
             _lower()
-        return fake(*inputs, **named)
+        return fake(*inputs)
 
     return call
 
 
-_served: dict[str, Callable[..., Any]] = {
-    operator_name(one): _forward if one == "forward" else _gradient(one) for one in PASSES
-}
 for _name, _fake in FAKES.items():
     torch.library.register_fake(f"gemmconv::{_name}", _with_lowering(_fake))
-for _name, _call in _served.items():
-    OPERATORS[_name].served = _call  # a name in generated code, which another process may have generated
+for _direction in PASSES:  # ``served`` is a name in generated code, which another process may have generated
+    OPERATORS[operator_name(_direction)].served = _forward if _direction == "forward" else _gradient(_direction)
 OPERATORS[_CASTING].served = _casting
 volumes.OPERATOR.register_fake(_with_lowering(volumes.fake))
 volumes.OPERATOR._opoverload.served = _volume  # type: ignore[attr-defined]

@@ -31,8 +31,10 @@ class Convention(NamedTuple):
     with_bias_grad: bool = False  # whether the bias's gradient is returned too, after the others
     # dtype of weight and bias as arguments, and of their gradients; None for the input's dtype
     parameter_dtype: torch.dtype | None = None
-    returns_casts: bool = False  # whether a forward call returns its casts of weight and bias after the output
-    trained: bool = False  # not about what is taken or returned; see :class:`Config`
+    # whether a forward call returns its casts of weight and bias after the output, for autocast's cache and gradients
+    returns_casts: bool = False
+    # whether the weight is expected to change before the next call, so that a CPU need not keep a packed copy
+    trained: bool = False
     # whether a forward call takes tensors of one axis, whose memory is that of images of height 1
     is_signal: bool = False
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from gemmconv.ops.call_cache import find_or_make, tensor_signature
 from gemmconv.ops.configs import DEFAULT_CONVENTION, Convention, Prepared
 from gemmconv.ops.programs import bias_grad_program, both_programs, concatenate, convert_outputs, pass_program
 from gemmconv.ops.schemas import Tensors
+from gemmconv.selection import NATIVE
 
 
 def prepare_gradient(
@@ -37,8 +38,10 @@ def prepare_gradients(
     """Prepare both gradients, from (grad_output, input, weight), by programs, by one and torch, or by no program."""
     if (program := both_programs(gradients, config, weight_config)) is not None:
         return _bind_gradients(program, tensors, convention)
-    if (mixed := _prepare_mixed(gradients, config, weight_config, tensors, convention)) is not None:
-        return mixed
+    passes = gradients.passes(config, weight_config)
+    by_us = [pass_program(*one) is not None for one in passes]
+    if any(by_us) and not gradients.via_channels_last:
+        return _prepare_mixed(passes, tensors, convention, ours_is_of_input=by_us[0])
     if gradients.via_channels_last:
         last = replace(config, memory_format=torch.channels_last)
         call = prepare_via_channels_last(config, both_gradients(gradients, last, last), gradients.transposes_weight)
@@ -51,11 +54,12 @@ def both_gradients(
     gradients: pairs.Gradients, config: Config, weight_config: Config
 ) -> Callable[..., tuple[Tensor, Tensor]]:
     """Prepare both gradients: one call if an algorithm has it, else two, for which grad_output is transposed once."""
-    if gradients.at_once or gradients.are_torchs_in_one_call(config, weight_config):
-        both = replace(config, weight_format=weight_config.memory_format)
-        return gradients.input_grad.prepare(both, "grads")
+    both_torchs = gradients.input_grad is gradients.weight_grad is NATIVE and not gradients.via_channels_last
+    # One call of torch's gives what two would, by the same kernels.
+    if gradients.at_once or (both_torchs and config.memory_format is weight_config.memory_format):
+        return gradients.input_grad.prepare(replace(config, weight_format=weight_config.memory_format), "grads")
     output_shape, nchw = config.problem.output_shape, torch.contiguous_format
-    transpose = to_format(config, output_shape, nchw) if gradients.share else None
+    transpose = to_format(config, output_shape, nchw) if gradients.share(config, weight_config) else None
     input_grad = gradients.input_grad.prepare(config, "input_grad")
     weight_grad = gradients.weight_grad.prepare(weight_config, "weight_grad")
 
@@ -68,20 +72,14 @@ def both_gradients(
 
 
 def _prepare_mixed(
-    gradients: pairs.Gradients, config: Config, weight_config: Config, tensors: Tensors, convention: Convention
-) -> Prepared | None:
-    """Prepare both gradients where torch's operator computes one of them, after a program of the other; else None."""
-    if gradients.via_channels_last or gradients.at_once or gradients.share:
-        return None
-    ours_is_of_input = pass_program("input_grad", gradients.input_grad, config) is not None
-    ours_is_of_weight = pass_program("weight_grad", gradients.weight_grad, weight_config) is not None
-    if ours_is_of_input == ours_is_of_weight:
-        return None
+    passes: Sequence[pairs.Computation], tensors: Tensors, convention: Convention, ours_is_of_input: bool
+) -> Prepared:
+    """Prepare both gradients where torch's operator computes one of them, after a program of the other."""
     of_torch = convention._replace(with_bias_grad=False)  # the program's call gives that gradient
     of_input, of_weight = (convention, of_torch) if ours_is_of_input else (of_torch, convention)
     grad_output, input, weight = tensors
-    input_grad = prepare_gradient("input_grad", gradients.input_grad, config, (grad_output, weight), of_input)
-    weight_grad = prepare_gradient("weight_grad", gradients.weight_grad, weight_config, (grad_output, input), of_weight)
+    input_grad = prepare_gradient(*passes[0], (grad_output, weight), of_input)
+    weight_grad = prepare_gradient(*passes[1], (grad_output, input), of_weight)
 
     def call(grad_output: Tensor, input: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
         if ours_is_of_input:

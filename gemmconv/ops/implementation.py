@@ -14,10 +14,7 @@ For both gradients a pair of algorithms is chosen, ``pairs.Gradients``. On a CPU
 no program: the algorithm prepares the call itself. Layers on volumes have operators of their own, in volumes.py.
 
 Calls past torch's dispatcher (plain.py, recording.py) may take and return other tensors than an operator's schema says,
-which saves launches. A ``Convention`` says which. With ``parameter_dtype`` weight and bias come in float32 and the call
-casts them, as autocast asks; with ``returns_casts`` it returns the casts, too, for autocast's cache and the backward
-pass; with ``is_signal`` input and output have one axis, and the memory of images of height 1. ``trained`` says
-whether the weight is expected to change before the next call, so that a CPU need not keep a packed copy.
+which saves launches; a ``Convention`` says which (configs.py).
 """
 
 from __future__ import annotations
@@ -67,13 +64,11 @@ def prepare_call(
     """The prepared call of an operator on tensors of these shapes and strides, from the cache if it is there.
 
     Args:
-        direction: which operator.
-        tensors: its tensors, all of one dtype. If the call will cast float32 weight and bias itself, pass stand-ins
-            with the cast dtype.
+        tensors: the operator's tensors, all of one dtype. If the call will cast float32 weight and bias itself, pass
+            stand-ins with the cast dtype.
         sizes: height and width of the input for its gradient, of the kernel for the weight's; None for other passes.
         arguments: the operator's other arguments, from the stride on; trailing defaults may be left out.
-        convention: what the call takes and returns where that differs from the operator, such as uncast parameters or
-            signals (see :class:`Convention`); None for what the operator takes and returns.
+        convention: what the call takes and returns; None for what the operator takes and returns.
 
     The key differs from a layer's signature (plain.py), whose call holds this one and more: casts, an autograd node.
     """
@@ -90,20 +85,17 @@ def _prepare_or_fall_back(
 ) -> Prepared:
     """Prepare a call by the algorithm asked for; for ``"auto"``, by torch's where kernels do not compile or load."""
     options = Options(*as_hashable(arguments))
-
-    def prepare(algorithm: str) -> Prepared:
-        return _choose_and_prepare(direction, tensors, sizes, options._replace(algorithm=algorithm), convention)
-
+    prepare = partial(_choose_and_prepare, direction, tensors, sizes, convention)
     if options.algorithm != "auto":
-        return prepare(options.algorithm)
-    return with_fallback(tensors[0].device, lambda: prepare("auto"), lambda: prepare("native"))
+        return prepare(options)
+    by_torch = options._replace(algorithm="native")
+    return with_fallback(tensors[0].device, lambda: prepare(options), lambda: prepare(by_torch))
 
 
 def _choose_and_prepare(
-    direction: Pass, tensors: Tensors, sizes: Any, options: Options, convention: Convention
+    direction: Pass, tensors: Tensors, sizes: Any, convention: Convention, options: Options
 ) -> Prepared:
     """Check the arguments, choose an algorithm, or a pair for both gradients, and prepare its call."""
-    # choose_pass checks the arguments.
     chosen, config, weight_config = choose_pass(direction, tensors, sizes, options, convention.trained)
     if options.algorithm == "auto":
         pairs.log_choice(chosen, config, weight_config, direction)
@@ -126,16 +118,11 @@ def _prepare_forward(algorithm: Algorithm, config: Config, tensors: Tensors, con
     call = algorithm.prepare(config, "forward")
     if convention.is_signal:
         return lambda input, weight, bias: call(input.unsqueeze(-2), weight.unsqueeze(-2), bias).squeeze(-2)
-    return _cast_parameters(call, config.dtype, convention)
-
-
-def _cast_parameters(call: Prepared, dtype: torch.dtype, convention: Convention) -> Prepared:
-    """A forward call that first casts weight and bias from the convention's dtype to ``dtype``."""
     if convention.parameter_dtype is None:
         return call
 
     def with_casts(input: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
-        weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
+        weight, bias = weight.to(config.dtype), None if bias is None else bias.to(config.dtype)
         output = call(input, weight, bias)
         casts = (weight,) if bias is None else (weight, bias)
         return (output, *casts) if convention.returns_casts else output

@@ -34,7 +34,7 @@ def programs_of(direction: Pass, chosen: Chosen, config: Config, weight_config: 
     """The program of a pass, or of the one gradient that torch's operator does not compute; none if it computes all."""
     if isinstance(chosen, pairs.Gradients):
         both = both_programs(chosen, config, weight_config)
-        programs = gradient_programs(chosen, config, weight_config) if both is None else [both]
+        programs = [pass_program(*one) for one in chosen.passes(config, weight_config)] if both is None else [both]
     else:
         programs = [pass_program(direction, chosen, config)]
     return [program for program in programs if program is not None]
@@ -53,22 +53,12 @@ def layer_programs(config: Config, backward: bool) -> list[Program]:
     return programs
 
 
-def gradient_programs(gradients: pairs.Gradients, config: Config, weight_config: Config) -> list[Program | None]:
-    """The programs of the input's and the weight's gradient, or the one of both; None stands for torch's operator."""
-    of_input, of_weight = gradients.input_grad, gradients.weight_grad
-    if gradients.via_channels_last:
-        config = weight_config = replace(config, memory_format=torch.channels_last)
-    if gradients.at_once:
-        return [pass_program("grads", of_input, replace(config, weight_format=weight_config.memory_format))]
-    return [pass_program("input_grad", of_input, config), pass_program("weight_grad", of_weight, weight_config)]
-
-
 def both_programs(gradients: pairs.Gradients, config: Config, weight_config: Config) -> Program | None:
     """Both gradients as one program, the weight's first; None where torch's operator or the CPU computes either.
 
     A tensor that both need transposed is transposed once.
     """
-    programs: list[Any] = [*gradient_programs(gradients, config, weight_config)]
+    programs: list[Any] = [pass_program(*one) for one in gradients.passes(config, weight_config)]
     if None in programs:
         return None
     *of_input, both = programs

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gemmconv.dispatch import are_dense, as_plain
 from gemmconv.ops.autocast import Cast, cast_cache, is_cacheable
-from gemmconv.ops.autograd import Backward, Gradients, Needs, compile_backward_ahead
+from gemmconv.ops.autograd import Backward, Gradients, Needs, compile_backward_ahead, required_gradients
 from gemmconv.ops.configs import Convention
 from gemmconv.ops.implementation import prepare_call
 from gemmconv.ops.schemas import Arguments, Tensors
@@ -34,21 +34,19 @@ def prepare_recording(
         parameters: weight and bias before autocast, if the call casts them itself; in ``tensors`` they have no data.
         is_signal: whether the call takes signals, of which ``tensors`` are views as images of height 1.
     """
-    requires = [one is not None and one.requires_grad for one in tensors]
+    requires = of_input, of_weight, _ = required_gradients(*tensors)
     recorded = torch.is_grad_enabled() and any(requires)
     dtype = None if parameters is None else parameters[0].dtype
     if recorded and tensors[0].is_cuda:
         compile_backward_ahead(tensors, arguments, dtype)  # while the forward pass's kernels compile, too
     if dtype is None or parameters is None:
-        convention = Convention(trained=recorded and requires[1] and tensors[0].is_cpu, is_signal=is_signal)
+        convention = Convention(trained=recorded and of_weight and tensors[0].is_cpu, is_signal=is_signal)
         forward: Callable[..., Any] = prepare_call("forward", tensors, None, arguments, convention)
     else:
-        forward = _forward_with_casts(tensors, arguments, dtype, is_cacheable(parameters[0]), recorded and requires[0])
+        forward = _forward_with_casts(tensors, arguments, dtype, is_cacheable(parameters[0]), recorded and of_input)
     if not recorded:
         return forward if dtype is None else lambda *tensors: forward(*tensors)[0]
-    return with_node(
-        forward, Backward.of(tensors, arguments), (requires[0], requires[1], requires[2]), dtype, is_signal
-    )
+    return with_node(forward, Backward.of(tensors, arguments), requires, dtype, is_signal)
 
 
 def with_node(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from gemmconv import validation
 from gemmconv.dispatch import as_plain
 from gemmconv.geometry import Geometry, Pair, Problem
-from gemmconv.kernels.base import Pass, Precision
+from gemmconv.kernels.base import PASSES, Pass, Precision
 from gemmconv.selection import NAMES
 
 _OPTIONS = (
@@ -171,25 +172,18 @@ def _empty(shape: Sequence[int], like: Tensor, memory_format: torch.memory_forma
     return torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=memory_format)
 
 
-def _conv_transpose2d_fake(input: Tensor, weight: Tensor, bias: Tensor | None = None, *arguments: Any) -> Tensor:
-    problem = checked_problem("conv_transpose2d", (input, weight, bias), None, arguments)
-    return _empty(problem.output_shape, input, memory_format(input, weight))
-
-
-def _input_grad_fake(grad_output: Tensor, weight: Tensor, input_size: Any, *arguments: Any) -> Tensor:
-    problem = checked_problem("conv_transpose2d_input_grad", (grad_output, weight), input_size, arguments)
-    return _empty(problem.input_shape, grad_output, memory_format(grad_output, weight))
-
-
-def _weight_grad_fake(grad_output: Tensor, input: Tensor, kernel_size: Any, *arguments: Any) -> Tensor:
-    problem = checked_problem("conv_transpose2d_weight_grad", (grad_output, input), kernel_size, arguments)
-    return _empty(problem.weight_shape, grad_output)
-
-
-def _grads_fake(grad_output: Tensor, input: Tensor, weight: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    problem = checked_problem("conv_transpose2d_grads", (grad_output, input, weight), None, arguments)
-    grad_input = _empty(problem.input_shape, grad_output, memory_format(grad_output, weight))
-    return grad_input, _empty(problem.weight_shape, grad_output, memory_format(weight, weight))
+def _convolution_fake(direction: Pass, *inputs: Any) -> Any:
+    where = operator_name(direction)
+    tensors, sizes, arguments = split_arguments(where, inputs)
+    problem = checked_problem(where, tensors, sizes, arguments)
+    if direction == "weight_grad":
+        return _empty(problem.weight_shape, tensors[0])
+    first, weight = tensors[0], tensors[2 if direction == "grads" else 1]
+    shape = problem.output_shape if direction == "forward" else problem.input_shape
+    images = _empty(shape, first, memory_format(first, weight))
+    if direction != "grads":
+        return images
+    return images, _empty(problem.weight_shape, first, memory_format(weight, weight))
 
 
 def _im2col_fake(input: Tensor, *arguments: Any) -> Tensor:
@@ -205,14 +199,6 @@ def _col2im_fake(columns: Tensor, output_size: Any, *arguments: Any) -> Tensor:
 # Registration.
 
 _library = torch.library.Library("gemmconv", "DEF")
-FAKES: dict[str, Callable[..., Any]] = {
-    "conv_transpose2d": _conv_transpose2d_fake,
-    "conv_transpose2d_input_grad": _input_grad_fake,
-    "conv_transpose2d_weight_grad": _weight_grad_fake,
-    "conv_transpose2d_grads": _grads_fake,
-    "im2col": _im2col_fake,
-    "col2im": _col2im_fake,
-}
 for _name, _schema in _SCHEMAS.items():
     _library.define(_name + _schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout))
 OPERATORS: dict[str, Any] = {name: getattr(torch.ops.gemmconv, name).default for name in _SCHEMAS}
@@ -225,6 +211,10 @@ _WITH_SIZES = {name for name, count in TENSOR_COUNTS.items() if ARGUMENT_NAMES[n
 
 def operator_name(direction: Pass) -> str:
     return "conv_transpose2d" if direction == "forward" else f"conv_transpose2d_{direction}"
+
+
+FAKES: dict[str, Callable[..., Any]] = {operator_name(one): partial(_convolution_fake, one) for one in PASSES}
+FAKES |= {"im2col": _im2col_fake, "col2im": _col2im_fake}
 
 
 def split_arguments(where: str, inputs: Arguments) -> tuple[Tensors, Any, Arguments]:

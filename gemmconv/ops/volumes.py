@@ -28,7 +28,7 @@ from gemmconv.kernels.forms import launches
 from gemmconv.kernels.program import Launch, Program
 from gemmconv.ops.ahead import compile_in_background
 from gemmconv.ops.autocast import cast_as_autocast, is_autocasting
-from gemmconv.ops.autograd import Gradients, Needs, needed_pass, of_all
+from gemmconv.ops.autograd import Gradients, Needs, needed_pass, of_all, required_gradients
 from gemmconv.ops.call_cache import find_or_make, tensor_signature
 from gemmconv.ops.configs import Convention
 from gemmconv.ops.gradients import prepare_gradient
@@ -99,10 +99,10 @@ def prepare(tensors: Tensors, volume: Volume, precision: Precision | None) -> Ca
         volume, precision: the call, and the argument of it.
     """
     config, casts = volume.config(), is_autocasting(volume.device.type)
-    of_input, of_weight, of_bias = (one is not None and one.requires_grad for one in tensors)
+    needs = required_gradients(*tensors)
     run = _forward(config, tuple(without_data(one, config.dtype) for one in tensors) if casts else tensors)
-    if torch.is_grad_enabled() and (of_input or of_weight or of_bias):
-        backward, needs = _Backward(config, precision), (of_input, of_weight, of_bias)
+    if torch.is_grad_enabled() and any(needs):
+        backward = _Backward(config, precision)
         backward.compile_ahead(needs)
         run = with_node(run, backward, needs)
     if not casts:
@@ -177,16 +177,11 @@ def compile_forward_ahead(input: Tensor, weight: Tensor, bias: Tensor | None, *a
     """Compile in the background what a call of the operator launches; see :func:`ahead.compile_in_background`."""
     volume = volume_of(input, weight, *arguments)
 
-    def make_launches() -> Callable[[], list[Launch]]:
-        operands = tuple(map(without_data, (input, weight, bias)))
+    def list_launches(*tensors: Any) -> list[Launch]:
+        program = program_of(volume.config())
+        return [] if program is None else launches(program, tensors, volume.device)
 
-        def list_launches() -> list[Launch]:
-            program = program_of(volume.config())
-            return [] if program is None else launches(program, operands, volume.device)
-
-        return list_launches
-
-    return compile_in_background(("volume", volume, bias is None), volume.device, make_launches)
+    return compile_in_background(("volume", volume), (input, weight, bias), list_launches)
 
 
 def _compute(input: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> Tensor:
@@ -215,19 +210,18 @@ def fake(input: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) ->
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    input, weight, bias, *ctx.arguments = inputs
+    input, weight, _, *ctx.arguments = inputs
     ctx.save_for_backward(input, weight)
-    ctx.bias_sizes = None if bias is None else list(bias.shape)
 
 
 def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     (input, weight), arguments = ctx.saved_tensors, (*ctx.arguments, None)[:7]  # a call may leave out the last
-    geometry, needs, others = arguments[:5], ctx.needs_input_grad[:3], [None] * len(ctx.arguments)
-    is_first_order = not torch.is_grad_enabled() and not transforms_active()
-    if is_first_order and grad_output.is_cuda and has_own_gradients(_problem(input.shape, weight.shape, *geometry)):
+    problem, needs = _problem(input.shape, weight.shape, *arguments[:5]), ctx.needs_input_grad[:3]
+    others, is_first_order = [None] * len(ctx.arguments), not torch.is_grad_enabled() and not transforms_active()
+    if is_first_order and grad_output.is_cuda and has_own_gradients(problem):
         found = GRADS_OPERATOR(grad_output, input, weight, *arguments, list(needs))
         return *(one if need else None for one, need in zip(found, needs, strict=True)), *others
-    return *_torchs_gradients(grad_output, input, weight, ctx.bias_sizes, geometry, needs), *others
+    return *_torchs_gradients(grad_output, input, weight, problem, needs), *others
 
 
 def _compute_gradients(grad: Tensor, input: Tensor, weight: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
@@ -236,8 +230,8 @@ def _compute_gradients(grad: Tensor, input: Tensor, weight: Tensor, *arguments: 
     volume = volume_of(input, weight, *arguments[:-1])
     with make_current(grad.device):
         key = "gradients", volume, needs, *map(tensor_signature, tensors)
-        backward = _Backward(volume.config(), volume.precision)
-        found = find_or_make(key, lambda: backward.prepare(*tensors, needs))(*tensors)
+        call = find_or_make(key, lambda: _Backward(volume.config(), volume.precision).prepare(*tensors, needs))
+        found = call(*tensors)
     return tuple(one if need else grad.new_empty(0) for one, need in zip(found, needs, strict=True))
 
 
@@ -246,12 +240,9 @@ def _fake_gradients(grad: Tensor, input: Tensor, weight: Tensor, *arguments: Any
     return tuple(grad.new_empty(of if need else (0,)) for of, need in zip(shapes, arguments[-1], strict=True))
 
 
-def _torchs_gradients(
-    grad: Tensor, input: Tensor, weight: Tensor, bias_sizes: Any, geometry: Any, needs: Sequence[bool]
-) -> Gradients:
-    stride, padding, output_padding, groups, dilation = geometry
-    by = stride, padding, dilation, True, output_padding, groups, list(needs)
-    found: Gradients = torch.ops.aten.convolution_backward(grad, input, weight, bias_sizes, *by)
+def _torchs_gradients(grad: Tensor, input: Tensor, weight: Tensor, p: Problem, needs: Sequence[bool]) -> Gradients:
+    by = [p.out_channels], p.stride, p.padding, p.dilation, True, p.output_padding, p.groups, list(needs)
+    found: Gradients = torch.ops.aten.convolution_backward(grad, input, weight, *by)
     return found
 
 
@@ -266,7 +257,7 @@ class _Backward(NamedTuple):
         p = self.config.problem
         input = grad.new_empty(p.input_shape) if input is None else input
         weight = grad.new_empty(p.weight_shape) if weight is None else weight
-        return _torchs_gradients(grad, input, weight, [p.out_channels], p.geometry, needs)
+        return _torchs_gradients(grad, input, weight, p, needs)
 
     def prepare(
         self, grad: Tensor, input: Any, weight: Any, needs: Needs, dtype: torch.dtype | None = None
@@ -287,19 +278,20 @@ class _Backward(NamedTuple):
     def compile_ahead(self, needs: Needs) -> None:
         """Compile in the background what the backward pass launches, while the forward pass's kernels compile, too."""
         config, p = self.config, self.config.problem
+        if not gradients_are_ours(config, needs):
+            return
+        grad, input, weight = (
+            WithoutData.of(shape, strides_of(shape, _NCHW), config.dtype, config.device)
+            for shape in (p.output_shape, p.input_shape, p.weight_shape)
+        )
+        direction, tensors = needed_pass(grad, input, weight, needs)
 
-        def list_launches() -> list[Launch]:
-            grad, input, weight = (
-                WithoutData.of(shape, strides_of(shape, _NCHW), config.dtype, config.device)
-                for shape in (p.output_shape, p.input_shape, p.weight_shape)
-            )
-            direction, tensors = needed_pass(grad, input, weight, needs)
+        def list_launches(*tensors: Any) -> list[Launch]:
             of_bias = bias_grad_program(tensors[0]) if needs[2] else None
             programs = (pass_program(direction, _GEMM_COL2IM, config), tensors), (of_bias, tensors[:1])
             return [step for one, given in programs if one for step in launches(one, given, config.device)]
 
-        if gradients_are_ours(config, needs):
-            compile_in_background(("volume gradients", config, needs), config.device, lambda: list_launches)
+        compile_in_background(("volume gradients", config, needs), tensors, list_launches)
 
 
 def gradients_are_ours(config: Config, needs: Needs) -> bool:
