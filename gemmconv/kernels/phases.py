@@ -86,9 +86,8 @@ def can_be_folded(problem: Problem) -> bool:
     Without a tap an output would be the bias alone. Padding may cancel a dilation that reaches beyond every image.
     """
     p = problem
-    if any(p.padding[axis] + p.dilation[axis] * p.kernel_size[axis] > _MOST_REACH for axis in (0, 1)):
-        return False
-    return has_all_phases(p)
+    reaches = (p.padding[axis] + p.dilation[axis] * p.kernel_size[axis] for axis in (0, 1))
+    return max(reaches) <= _MOST_REACH and has_all_phases(p)
 
 
 def has_all_phases(problem: Problem) -> bool:

@@ -21,7 +21,7 @@ from gemmconv.kernels.base import DEFAULT_WORKSPACE_LIMIT, Config, Pass, accumul
 from gemmconv.kernels.cpu import estimate
 from gemmconv.kernels.cpu.base import CpuKernel, dense
 from gemmconv.kernels.cpu.correlation import Axis, Table, table_of
-from gemmconv.kernels.cpu.direct import prepare as prepare_directly
+from gemmconv.kernels.cpu.direct import KERNEL as DIRECT
 from gemmconv.kernels.cpu.library import KINDS, Conv, WeightGrad, address, checksum, integers, kernels_for
 from gemmconv.kernels.integers import even_share, up_to_multiple
 
@@ -187,10 +187,6 @@ def _odd_lines(values: int, itemsize: int) -> int:
     return (lines | 1) * _LINE // itemsize
 
 
-def _is_last(tensor: torch.Tensor) -> bool:
-    return not tensor.is_contiguous()
-
-
 _thread_memory = threading.local()
 
 
@@ -208,13 +204,13 @@ def _prepare_correlation(config: Config, is_gradient: bool) -> Callable[..., tor
     arguments_for = functools.cache(functools.partial(_Correlation, config, is_gradient))
     shape = p.input_shape if is_gradient else p.output_shape
     strides = strides_of(shape, config.memory_format)
-    directly = prepare_directly(config, "input_grad" if is_gradient else "forward")
+    directly = DIRECT.prepare(config, "input_grad" if is_gradient else "forward")
     key = is_gradient, p.groups, p.kernel_size, p.stride, p.padding, p.dilation, estimate.is_together(config)
 
     def call(source: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         given = source, weight
         source, weight, threads = dense(source), weight.contiguous(), torch.get_num_threads()
-        arguments = arguments_for(threads, _is_last(source))
+        arguments = arguments_for(threads, not source.is_contiguous())
         target = source.new_empty_strided(shape, strides)
         if target.numel() == 0:
             return target
@@ -314,11 +310,11 @@ class _Gradient:
 def _prepare_weight_grad(config: Config) -> Callable[..., torch.Tensor]:
     p, kernels = config.problem, kernels_for(config.dtype)
     arguments_for = functools.cache(functools.partial(_Gradient, config))
-    directly = prepare_directly(config, "weight_grad")
+    directly = DIRECT.prepare(config, "weight_grad")
 
     def call(grad_output: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
         grad, given = dense(grad_output), dense(input)
-        arguments = arguments_for(_is_last(given), _is_last(grad))
+        arguments = arguments_for(not given.is_contiguous(), not grad.is_contiguous())
         gradient, threads = grad.new_empty(p.weight_shape), torch.get_num_threads()
         if gradient.numel() == 0 or p.batch == 0:
             return gradient.zero_()
