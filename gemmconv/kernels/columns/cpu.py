@@ -193,8 +193,8 @@ def prepare(config: Config, direction: Pass, chunks: Chunking, elements: int, sl
                 target = grad_input[slice(*chunk.images), :, slice(*chunk.in_rows)]
                 target.copy_((weights @ columns).view(target.shape))
             if input is not None:
-                products = _pixels(p, input, chunk, wide) @ columns.mT  # [images, groups, K, M]
-                partials[: chunk.count] += products.view(-1, *p.weight_shape)
+                # [images, groups, K, M] without a name, which would hold its memory until the call ends
+                partials[: chunk.count] += (_pixels(p, input, chunk, wide) @ columns.mT).view(-1, *p.weight_shape)
         if grad_input is not None:
             grad_input = with_strides(grad_input, strides_of(p.input_shape, config.memory_format))
         if input is not None:
