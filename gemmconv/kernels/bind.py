@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from gemmconv.kernels.base import restrided
-from gemmconv.kernels.forms import Fit, Made, Tensors, completed, launches
+from gemmconv.kernels.forms import Completed, Made, Tensors, completed, launches
 from gemmconv.kernels.integers import up_to_multiple
 from gemmconv.kernels.program import At, Gemm, Launch, Program, Step, TensorMapSpec, Zero
 from gemmconv.runtime import cublas, executor, launch, pool
@@ -51,7 +51,8 @@ class Call:
 
 def bound(program: Program, device: torch.device, tensors: Tensors) -> Callable[..., Any]:
     """The call of a program for tensors with the strides of these, with its kernels loaded."""
-    program, fits, channels_last, made, after = completed(program, tensors, device)
+    done = completed(program, tensors, device)
+    program, fits, channels_last, made, after = done
     kernels = iter(_loaded(program.steps, device))
     places, scratch_bytes = _laid_out(program, made)
     names = [one.name for one in program.outputs] + [one.name for one in program.operands]
@@ -61,7 +62,7 @@ def bound(program: Program, device: torch.device, tensors: Tensors) -> Callable[
     ready = executor.prepare(device, alignments, steps)
     scratch, given_as = -(-scratch_bytes // program.dtype.itemsize), program.arguments
     arguments = [given_as.index(one.given_as) for one in program.operands]
-    call = _of_any(program.dtype, ready.run, made, scratch, arguments, fits, after)
+    call = _of_any(done, ready.run, scratch, arguments)
     same_type = tensors[0] is not None and tensors[0].dtype == program.dtype
     if ready.call is None or not same_type or any(fits) or after:
         return call
@@ -120,16 +121,9 @@ def in_background(work: Callable[[], object]) -> None:
         pool.submit(work, urgent=False)
 
 
-def _of_any(
-    dtype: torch.dtype,
-    run: executor.Run,
-    made: Sequence[Made],
-    scratch_elements: int,
-    arguments: Sequence[int],
-    fits: Sequence[Fit | None],
-    after: Sequence[tuple[int, Any]],
-) -> Callable[..., Any]:
-    """The call of a program, which copies what is not aligned."""
+def _of_any(done: Completed, run: executor.Run, scratch: int, arguments: Sequence[int]) -> Callable[..., Any]:
+    """The call of a program with ``scratch`` elements of scratch memory, which copies what is not aligned."""
+    dtype, fits, made, after = done.program.dtype, done.fits, done.made, done.after
 
     def call(*tensors: torch.Tensor | None) -> Any:
         first: Any = tensors[0]
@@ -138,8 +132,8 @@ def _of_any(
         for i, fit in enumerate(fits):
             if fit is not None and (operand := operands[i]) is not None:
                 operands[i] = fit(operand)
-        scratch = [first.new_empty(scratch_elements, dtype=dtype)] if scratch_elements else []
-        addresses = [0 if one is None else one.data_ptr() for one in (*results, *operands, *scratch)]
+        regions = [first.new_empty(scratch, dtype=dtype)] if scratch else []
+        addresses = [0 if one is None else one.data_ptr() for one in (*results, *operands, *regions)]
         while misaligned := run(*addresses):
             i = misaligned - 1 - len(results)
             operand = operands[i]

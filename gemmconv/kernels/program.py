@@ -307,9 +307,9 @@ def gathering(
 ) -> Program:
     """A program that gathers ``output`` from ``input``: a forward pass, or an input gradient.
 
+    The input of an input gradient is grad_output; it has no ``bias``. Without steps, the program clears the output.
+
     Args:
-        config, direction: the pass. The input of an input gradient is grad_output; it has no ``bias``.
-        steps, scratch: steps and scratch regions of the program; without steps it clears the output.
         weight: the form of the weight; None if either format will do.
         alignment: bytes that the input's address must be a multiple of.
     """

@@ -21,6 +21,7 @@ from gemmconv.kernels.base import Config, Pass, accumulator_dtype, strides_of, w
 from gemmconv.kernels.columns.chunking import Chunk, Chunking, Span
 from gemmconv.kernels.cpu.direct import layer_of
 from gemmconv.kernels.cpu.library import address, integers, isa_name, kernels_for
+from gemmconv.kernels.integers import up_to_multiple
 
 # Limits of the rule below. Among 290 layers with 1 to 8 output channels and 1 or 2 threads on two cores of an x86 CPU,
 # layers within them are 1.06 to 6 times as fast as with torch's operator (oneDNN 3.11), geometric mean 3.1 times.
@@ -72,27 +73,24 @@ class Ring(NamedTuple):
 
     step: int
     rows: int
+    row_bytes: int
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the columns in it."""
+        return self.rows * self.row_bytes
 
 
 def ring_of(config: Config) -> Ring:
     """The largest ring that fits the cache and the workspace limit; if none does, the smallest possible one."""
-    p, row_bytes = config.problem, _row_bytes(config)
+    p = config.problem
+    row_bytes = p.gemm_m * p.input_size[1] * accumulator_dtype(config.dtype).itemsize
     halo = p.dilation[0] * (p.kernel_size[0] - 1) // p.stride[0]
     fitting = min(CACHED_BYTES, config.workspace_limit) // max(1, row_bytes)
     if fitting >= p.input_size[0]:
-        return Ring(p.input_size[0], p.input_size[0])
-    rings = (Ring(step, -(-(halo + step) // step) * step) for step in range(fitting - halo, 0, -1))
-    return next((ring for ring in rings if ring.rows <= fitting), Ring(1, halo + 1))
-
-
-def ring_bytes(config: Config) -> int:
-    """Bytes of the columns in the ring."""
-    return ring_of(config).rows * _row_bytes(config)
-
-
-def _row_bytes(config: Config) -> int:
-    """Bytes of the columns of a row of the input, for one image and group."""
-    return config.problem.gemm_m * config.problem.input_size[1] * accumulator_dtype(config.dtype).itemsize
+        return Ring(p.input_size[0], p.input_size[0], row_bytes)
+    rings = (Ring(step, up_to_multiple(halo + step, step), row_bytes) for step in range(fitting - halo, 0, -1))
+    return next((ring for ring in rings if ring.rows <= fitting), Ring(1, halo + 1, row_bytes))
 
 
 def _prepare_forward_in_c(config: Config) -> Callable[..., torch.Tensor]:

@@ -237,7 +237,6 @@ def macros_of(work: Work) -> Macros:
     tile = work.tile
     return {
         **_common_macros(work),
-        "CHANNELS_LAST": int(work.channels_last),
         "WARPS_M": tile.warps[0],
         "WARPS_N": tile.warps[1],
         "TILES_M": tile.tiles[0],
@@ -245,7 +244,7 @@ def macros_of(work: Work) -> Macros:
         "PHASES": tile.phases,
         "TILE_H": tile.cells[1],
         "TILE_W": tile.cells[2],
-        **named_macros(work, "copy_bytes wide vector"),
+        **named_macros(work, "channels_last copy_bytes wide vector"),
         "PARTIALS": int(tile.splits > 1),
         **index_macros(work.config.problem.image_elements),
     }
@@ -257,10 +256,9 @@ def weight_macros_of(work: Work) -> Macros:
         **_common_macros(work),
         "FRAGMENTS": 1,
         "INPUT_GRAD": int(work.direction == "input_grad"),
-        **named_macros(work, "in_channels out_channels"),
+        **named_macros(work, "in_channels out_channels chunks"),
         "TAPS": work.config.problem.taps,
         "CHANNEL_SETS": work.channel_blocks,
-        "CHUNKS": work.chunks,
         "ROWS": work.tile.channels,
         "CHANNELS": work.tile.channels,
     }
