@@ -169,11 +169,7 @@ def _laid_out(program: Program, made: Sequence[Made]) -> tuple[dict[str, executo
 
     Regions that are never needed at the same time share memory, and one that is needed until an output is written lies
     where that will be: it takes none of its own. One is needed until what reads it has ended, which the next step that
-    does not overlap waits for.
-
-    Args:
-        program: with all its steps.
-        made: what is allocated for each output.
+    does not overlap waits for. ``made`` is what is allocated for each output.
     """
     steps, count, needed = program.steps, len(program.steps), dict[str, tuple[int, int]]()
     for i, step in enumerate(steps):

@@ -70,13 +70,7 @@ def reach_of(problem: Problem, axis: int) -> Pair:
 
 
 def stored_together(problem: Problem, itemsize: int, channels: int = 1) -> int:
-    """Outputs of a row of a cell that one aligned store covers.
-
-    Args:
-        problem: the geometry.
-        itemsize: bytes of an element.
-        channels: channels that are neighbours in memory.
-    """
+    """Outputs of a row of a cell that one aligned store covers; so many ``channels`` are neighbours in memory."""
     return math.gcd(16 // itemsize, problem.stride[1] * channels, problem.output_size[1] * channels)
 
 

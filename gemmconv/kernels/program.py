@@ -271,9 +271,7 @@ class Program:
 def one_after_the_other(arguments: Sequence[str], first: Program, second: Program) -> Program:
     """A program with the steps and outputs of two; operands with equal forms are transposed once.
 
-    Args:
-        arguments: names of the call's arguments, in order.
-        first, second: the programs; their outputs have different names.
+    Its call takes ``arguments`` in this order. The outputs of both programs must have different names.
     """
     operands = {(one.given_as, one.form, one.row_padding): one for one in first.operands}
     names: dict[str, str] = {}

@@ -76,11 +76,7 @@ class ImplicitProduct(CpuKernel):
 class _Correlation:
     """The arguments of ``conv`` for one number of threads; see csrc/cpu/cpu.h.
 
-    Args:
-        config: the configuration; both tensors may be in either memory format.
-        is_gradient: whether it is the input's gradient, in place of the forward pass.
-        threads: how many threads there are.
-        source_last: whether the source is in channels_last.
+    ``source_last`` is whether the source is in channels_last; the target is in the configuration's format.
     """
 
     def __init__(self, config: Config, is_gradient: bool, threads: int, source_last: bool = False) -> None:
@@ -171,14 +167,9 @@ def _view(
 ) -> tuple[int, ...]:
     """A ``view_t``: the images of a tensor of this shape, cut into cells as source or as target."""
     strides = strides_of(shape, torch.channels_last if last else torch.contiguous_format)
-    return (
-        *(KINDS[config.dtype], shape[0], channels),
-        *(axis.extent if is_target else axis.size for axis in axes),
-        *(axis.target_step if is_target else axis.source_step for axis in axes),
-        *(axis.base if is_target else 0 for axis in axes),
-        *(axis.pitch for axis in axes),
-        *(*strides[:2], *[0] * (5 - len(shape)), *strides[2:]),
-    )
+    sides = [(one.extent, one.target_step, one.base) if is_target else (one.size, one.source_step, 0) for one in axes]
+    of_axes = itertools.chain(*zip(*sides, strict=True), (axis.pitch for axis in axes))
+    return KINDS[config.dtype], shape[0], channels, *of_axes, *strides[:2], *[0] * (5 - len(shape)), *strides[2:]
 
 
 def _odd_lines(values: int, itemsize: int) -> int:
