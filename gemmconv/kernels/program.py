@@ -112,8 +112,9 @@ class Launch:
         end, largest = 0, 1
         for value in self.fields:
             field_format, size, alignment = _C_TYPES.get(type(value), _INT)
-            struct_format += f"{-end % alignment}x{field_format}"
-            end += -end % alignment + size
+            padding = -end % alignment
+            struct_format += f"{padding}x{field_format}" if padding else field_format
+            end += padding + size
             largest = max(largest, alignment)
             if isinstance(value, int):
                 values.append(value)
