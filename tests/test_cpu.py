@@ -153,6 +153,19 @@ def test_conv_transpose2d_matches_float64_in_every_instruction_set(isa):
     assert in_process("check_layers(range(100, 112)); print(library.isa_name())", GEMMCONV_CPU=isa) == f"{isa}\n"
 
 
+def test_gemm_col2im_matches_float64_without_the_extension():
+    """Torch's fold and unfold replace its kernels, here in chunks of images and of rows."""
+    code = """
+gemmconv.conv_transpose2d = partial(gemmconv.conv_transpose2d, workspace_limit=8192)
+for seed in range(200, 212):
+    torch.manual_seed(seed)
+    trial = Trial(random_case(random.Random(seed)))
+    for dtype in TYPES:
+        trial.check("gemm_col2im", dtype)
+"""
+    in_process(code, GEMMCONV_EXECUTOR="python")
+
+
 @by_pass
 def test_comparisons_fail_on_wrong_data(place):
     trial = Trial(Case(1, 3, 4, (3, 5), (3, 3), (2, 2)))

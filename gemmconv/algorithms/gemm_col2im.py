@@ -78,7 +78,7 @@ class GemmCol2im(AlgorithmOfOne):
     def workspace_bytes(self, config: Config, direction: Pass, tile: object = None) -> int:
         p, chunks, in_c = config.problem, _chunks(config, direction), cpu.is_in_c(config)
         if direction == "forward" and in_c:
-            return cpu.ring_bytes(config)
+            return cpu.ring_of(config).bytes
         columns = _column_elements(p, chunks) * cpu.dtype_of_columns(config, direction).itemsize
         if direction == "input_grad" and in_c:  # the product, before it goes to its rows
             columns += columns * p.gemm_k // max(1, p.gemm_m)

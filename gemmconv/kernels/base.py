@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -226,12 +228,9 @@ class Choice(NamedTuple):
 
 def choices(config: Config, direction: Pass, kernels: Iterable[Kernel]) -> list[Choice]:
     """One choice for each of the kernels that can compute a pass, in the order of the kernels."""
-    able = []
-    for kernel in kernels:
-        if direction in kernel.directions and kernel.why_not(config, direction) is None:
-            tile = kernel.tile(config, direction)
-            able.append(Choice(kernel, tile, kernel.expected(config, direction, tile)))
-    return able
+    able = (one for one in kernels if direction in one.directions and one.why_not(config, direction) is None)
+    tiled = ((kernel, kernel.tile(config, direction)) for kernel in able)
+    return [Choice(kernel, tile, kernel.expected(config, direction, tile)) for kernel, tile in tiled]
 
 
 def tile_fields(tile: Any) -> dict[str, Any]:
@@ -239,15 +238,12 @@ def tile_fields(tile: Any) -> dict[str, Any]:
     if not dataclasses.is_dataclass(tile):
         return {}
     of_pass = ("problem", "multiprocessors", "spec", "direction", "itemsize", "compiled")
-    fields = {field.name: getattr(tile, field.name) for field in dataclasses.fields(tile) if field.name not in of_pass}
-    parts = {
-        name: tile_fields(value).values() if dataclasses.is_dataclass(value) else value
-        for name, value in fields.items()
-    }
-    return {
-        name: value if isinstance(value, int | str | float) else "x".join(map(str, value))
-        for name, value in parts.items()
-    }
+    found = {}
+    for name in (field.name for field in dataclasses.fields(tile) if field.name not in of_pass):
+        value = getattr(tile, name)
+        parts = tile_fields(value).values() if dataclasses.is_dataclass(value) else value
+        found[name] = parts if isinstance(parts, int | str | float) else "x".join(map(str, parts))
+    return found
 
 
 def why_no_kernels(device: torch.device, spec: DeviceSpec | None = None) -> str | None:
@@ -285,10 +281,8 @@ def strides_of(shape: Sequence[int], memory_format: torch.memory_format) -> tupl
     if memory_format is torch.channels_last:
         _, channels, height, width = shape
         return height * width * channels, 1, width * channels, channels
-    strides = [1]
-    for size in shape[:0:-1]:
-        strides.append(strides[-1] * max(1, size))
-    return tuple(reversed(strides))
+    steps = (max(1, size) for size in shape[:0:-1])
+    return tuple(itertools.accumulate(steps, operator.mul, initial=1))[::-1]
 
 
 def restrided(result: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:

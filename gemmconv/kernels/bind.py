@@ -11,12 +11,14 @@ import math
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import astuple
 from typing import Any, NamedTuple
 
 import torch
 
 from gemmconv.kernels.base import restrided
-from gemmconv.kernels.forms import Fit, Made, Tensors, completed, launches
+from gemmconv.kernels.forms import Completed, Made, Tensors, completed, launches
+from gemmconv.kernels.integers import up_to_multiple
 from gemmconv.kernels.program import At, Gemm, Launch, Program, Step, TensorMapSpec, Zero
 from gemmconv.runtime import cublas, executor, launch, pool
 
@@ -49,7 +51,8 @@ class Call:
 
 def bound(program: Program, device: torch.device, tensors: Tensors) -> Callable[..., Any]:
     """The call of a program for tensors with the strides of these, with its kernels loaded."""
-    program, fits, channels_last, made, after = completed(program, tensors, device)
+    done = completed(program, tensors, device)
+    program, fits, channels_last, made, after = done
     kernels = iter(_loaded(program.steps, device))
     places, scratch_bytes = _laid_out(program, made)
     names = [one.name for one in program.outputs] + [one.name for one in program.operands]
@@ -59,7 +62,7 @@ def bound(program: Program, device: torch.device, tensors: Tensors) -> Callable[
     ready = executor.prepare(device, alignments, steps)
     scratch, given_as = -(-scratch_bytes // program.dtype.itemsize), program.arguments
     arguments = [given_as.index(one.given_as) for one in program.operands]
-    call = _of_any(program.dtype, ready.run, made, scratch, arguments, fits, after)
+    call = _of_any(done, ready.run, scratch, arguments)
     same_type = tensors[0] is not None and tensors[0].dtype == program.dtype
     if ready.call is None or not same_type or any(fits) or after:
         return call
@@ -85,7 +88,7 @@ def _lowered(
         return index, offset + at.offset
 
     if isinstance(step, Zero):
-        return executor.Zero(place(At(step.tensor)), step.size)
+        return executor.Zero(index_of[step.tensor], step.size)
     if isinstance(step, Gemm):
         a, b, c = ((one.dtype, one.leading, one.stride) for one in step.operands)
         product = cublas.StridedBatchedGemm(
@@ -94,9 +97,8 @@ def _lowered(
         return executor.Gemm(product, [place(one.at) for one in step.operands])
     params, slots = step.laid_out(channels_last)
     pointers = [(offset, *place(slot)) for offset, slot in slots if isinstance(slot, At)]
-    maps = [
-        (offset, *index_of[slot.tensor], slot.described) for offset, slot in slots if isinstance(slot, TensorMapSpec)
-    ]
+    specs = [(offset, slot) for offset, slot in slots if isinstance(slot, TensorMapSpec)]
+    maps = [(offset, *index_of[spec.tensor], astuple(spec)[1:]) for offset, spec in specs]
     shape = step.grid, step.block, step.shared_bytes, step.overlaps
     return executor.Launch(next(kernels), *shape, params, pointers, maps)
 
@@ -119,16 +121,9 @@ def in_background(work: Callable[[], object]) -> None:
         pool.submit(work, urgent=False)
 
 
-def _of_any(
-    dtype: torch.dtype,
-    run: executor.Run,
-    made: Sequence[Made],
-    scratch_elements: int,
-    arguments: Sequence[int],
-    fits: Sequence[Fit | None],
-    after: Sequence[tuple[int, Any]],
-) -> Callable[..., Any]:
-    """The call of a program, which copies what is not aligned."""
+def _of_any(done: Completed, run: executor.Run, scratch: int, arguments: Sequence[int]) -> Callable[..., Any]:
+    """The call of a program with ``scratch`` elements of scratch memory, which copies what is not aligned."""
+    dtype, fits, made, after = done.program.dtype, done.fits, done.made, done.after
 
     def call(*tensors: torch.Tensor | None) -> Any:
         first: Any = tensors[0]
@@ -137,8 +132,8 @@ def _of_any(
         for i, fit in enumerate(fits):
             if fit is not None and (operand := operands[i]) is not None:
                 operands[i] = fit(operand)
-        scratch = [first.new_empty(scratch_elements, dtype=dtype)] if scratch_elements else []
-        addresses = [0 if one is None else one.data_ptr() for one in (*results, *operands, *scratch)]
+        regions = [first.new_empty(scratch, dtype=dtype)] if scratch else []
+        addresses = [0 if one is None else one.data_ptr() for one in (*results, *operands, *regions)]
         while misaligned := run(*addresses):
             i = misaligned - 1 - len(results)
             operand = operands[i]
@@ -174,31 +169,23 @@ def _laid_out(program: Program, made: Sequence[Made]) -> tuple[dict[str, executo
 
     Regions that are never needed at the same time share memory, and one that is needed until an output is written lies
     where that will be: it takes none of its own. One is needed until what reads it has ended, which the next step that
-    does not overlap waits for.
-
-    Args:
-        program: with all its steps.
-        made: what is allocated for each output.
+    does not overlap waits for. ``made`` is what is allocated for each output.
     """
-    needed: dict[str, tuple[int, int]] = {}
-    for i, step in enumerate(program.steps):
-        end = i + 1
-        while end < len(program.steps) and getattr(program.steps[end], "overlaps", False):
-            end += 1
-        for name in step.tensors:
-            needed[name] = min(i, needed.get(name, (i, i))[0]), end
-    always = 0, len(program.steps)
+    steps, count, needed = program.steps, len(program.steps), dict[str, tuple[int, int]]()
+    for i, step in enumerate(steps):
+        end = next((j for j in range(i + 1, count) if not getattr(steps[j], "overlaps", False)), count)
+        needed |= {name: (needed.get(name, (i, i))[0], end) for name in step.tensors}
     memories = list[_Memory]()
     for i, (output, (shape, _, dtype)) in enumerate(zip(program.outputs, made, strict=True)):
-        size, first = math.prod(shape) * dtype.itemsize, needed.get(output.name, always)[0]
-        memories.append(_Memory(i, size, [(0, size, first, len(program.steps))]))
+        size, first = math.prod(shape) * dtype.itemsize, needed.get(output.name, (0, count))[0]
+        memories.append(_Memory(i, size, [(0, size, first, count)]))
     scratch = _Memory(len(program.outputs) + len(program.operands), sys.maxsize, [])
     memories.append(scratch)
     places: dict[str, executor.Place] = {}
     for name, size in sorted(program.scratch.items(), key=lambda item: -item[1]):
-        steps = needed.get(name, always)
-        offsets = ((memory, memory.offset(size, *steps)) for memory in memories)
+        span = needed.get(name, (0, count))
+        offsets = ((memory, memory.offset(size, *span)) for memory in memories)
         memory, offset = next((one, at) for one, at in offsets if at + size <= one.size)
         places[name] = memory.place, offset
-        memory.taken.append((offset, offset + -(-size // _REGION_BYTES) * _REGION_BYTES, *steps))
+        memory.taken.append((offset, offset + up_to_multiple(size, _REGION_BYTES), *span))
     return places, max((high for _, high, *_ in scratch.taken), default=0)

@@ -17,13 +17,7 @@ import torch
 
 from gemmconv.kernels.base import strides_of
 from gemmconv.kernels.layout import cast
-from gemmconv.kernels.layout.transpose import (
-    is_same_memory,
-    other_format,
-    takes_the_kernel,
-    transposing,
-    transposition,
-)
+from gemmconv.kernels.layout.transpose import is_same_memory, other_format, takes_the_kernel, transposing, transposition
 from gemmconv.kernels.program import Launch, Operand, Program, Step
 from gemmconv.kernels.splits import reduce
 

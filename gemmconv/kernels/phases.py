@@ -70,13 +70,7 @@ def reach_of(problem: Problem, axis: int) -> Pair:
 
 
 def stored_together(problem: Problem, itemsize: int, channels: int = 1) -> int:
-    """Outputs of a row of a cell that one aligned store covers.
-
-    Args:
-        problem: the geometry.
-        itemsize: bytes of an element.
-        channels: channels that are neighbours in memory.
-    """
+    """Outputs of a row of a cell that one aligned store covers; so many ``channels`` are neighbours in memory."""
     return math.gcd(16 // itemsize, problem.stride[1] * channels, problem.output_size[1] * channels)
 
 
@@ -86,9 +80,8 @@ def can_be_folded(problem: Problem) -> bool:
     Without a tap an output would be the bias alone. Padding may cancel a dilation that reaches beyond every image.
     """
     p = problem
-    if any(p.padding[axis] + p.dilation[axis] * p.kernel_size[axis] > _MOST_REACH for axis in (0, 1)):
-        return False
-    return has_all_phases(p)
+    reaches = (p.padding[axis] + p.dilation[axis] * p.kernel_size[axis] for axis in (0, 1))
+    return max(reaches) <= _MOST_REACH and has_all_phases(p)
 
 
 def has_all_phases(problem: Problem) -> bool:

@@ -54,7 +54,7 @@ class At:
 
 @dataclass(frozen=True)
 class TensorMapSpec:
-    """A tensor map for TMA: the arguments of :func:`gemmconv.runtime.tensor_map.encode`."""
+    """A tensor map for TMA: what follows the tensor are arguments of :func:`gemmconv.runtime.tensor_map.encode`."""
 
     tensor: str  # the name of an operand, an output or a scratch region
     itemsize: int  # bytes of an element
@@ -64,11 +64,6 @@ class TensorMapSpec:
     steps: Shape4 = (1, 1, 1, 1)
     swizzled: bool = True  # whether boxes are swizzled in shared memory; see csrc/include/ptx/wgmma.cuh.
     fetched: int = 256  # bytes that the L2 cache fetches together
-
-    @property
-    def described(self) -> tuple[Any, ...]:
-        """The arguments of ``encode`` after the address."""
-        return self.itemsize, self.sizes, self.strides, self.box, self.steps, self.swizzled, self.fetched
 
 
 # A pointer to an operand, an output or a region, a null pointer, a tensor map, or a constant.
@@ -117,18 +112,16 @@ class Launch:
         end, largest = 0, 1
         for value in self.fields:
             field_format, size, alignment = _C_TYPES.get(type(value), _INT)
-            if padding := -end % alignment:
-                struct_format += f"{padding}x"
-            struct_format += field_format
-            end += padding
+            padding = -end % alignment
+            struct_format += f"{padding}x{field_format}" if padding else field_format
+            end += padding + size
+            largest = max(largest, alignment)
             if isinstance(value, int):
                 values.append(value)
             elif isinstance(value, ByFormat):
                 values.append(value.channels_last if channels_last else value.contiguous)
             elif value is not None:
-                slots.append((end, value))
-            end += size
-            largest = max(largest, alignment)
+                slots.append((end - size, value))
         return struct.pack(f"{struct_format}{-end % largest}x", *values), slots
 
     def renamed(self, names: Mapping[str, str]) -> Launch:
@@ -279,9 +272,7 @@ class Program:
 def one_after_the_other(arguments: Sequence[str], first: Program, second: Program) -> Program:
     """A program with the steps and outputs of two; operands with equal forms are transposed once.
 
-    Args:
-        arguments: names of the call's arguments, in order.
-        first, second: the programs; their outputs have different names.
+    Its call takes ``arguments`` in this order. The outputs of both programs must have different names.
     """
     operands = {(one.given_as, one.form, one.row_padding): one for one in first.operands}
     names: dict[str, str] = {}
@@ -315,9 +306,9 @@ def gathering(
 ) -> Program:
     """A program that gathers ``output`` from ``input``: a forward pass, or an input gradient.
 
+    The input of an input gradient is grad_output; it has no ``bias``. Without steps, the program clears the output.
+
     Args:
-        config, direction: the pass. The input of an input gradient is grad_output; it has no ``bias``.
-        steps, scratch: steps and scratch regions of the program; without steps it clears the output.
         weight: the form of the weight; None if either format will do.
         alignment: bytes that the input's address must be a multiple of.
     """
@@ -350,6 +341,12 @@ def clearing(config: Config, output: Output) -> Zero:
 def weight_strides(problem: Problem) -> dict[str, ParamValue]:
     """Strides of a weight in elements, in either format: between output channels of a group, and between taps."""
     return {"weight_channel": ByFormat(problem.taps, 1), "weight_tap": ByFormat(1, problem.group_out_channels)}
+
+
+def three_axes(values: Sequence[int], missing: int = 1) -> Extent3:
+    """Values along depth, height and width; axes that there are not have ``missing``."""
+    depth, height, width = (*(missing,) * (3 - len(values)), *values)
+    return depth, height, width
 
 
 def plane_grid(x: int, planes: int) -> Extent3:

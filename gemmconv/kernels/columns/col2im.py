@@ -7,7 +7,7 @@ Rows of a volume are those of all its slices.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 
@@ -15,7 +15,7 @@ from gemmconv.geometry import Problem
 from gemmconv.kernels.columns.chunking import Span
 from gemmconv.kernels.integers import power_of_two
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros
-from gemmconv.kernels.program import At, Extent3, Launch, Params, plane_grid
+from gemmconv.kernels.program import At, Launch, Params, plane_grid, three_axes
 
 _BLOCK = 256
 _WIDEST_CELL = 16  # outputs of a row that a thread keeps in registers
@@ -68,13 +68,11 @@ def fold(
         "columns, bias, output": ("columns", bias, output),
         "planes, channels": (planes, problem.out_channels),
         "h_in, w_in": problem.input_size[-2:],
-        "d_out, h_out, w_out": _three_axes(problem.output_size),
+        "d_out, h_out, w_out": three_axes(problem.output_size),
         "in_row_begin, in_rows, out_row_begin, out_rows": (in_rows[0], in_rows[1] - in_rows[0], out_rows[0], rows),
         "cells_w": cells_w,
     }
-    if planes:
-        shape = _launch_shape(-(-rows // int(macros["CELL_ROWS"])) * cells_w, planes)
-        yield Launch("columns/col2im.cu", macros, *shape, params)
+    return _launches("columns/col2im.cu", macros, params, -(-rows // int(macros["CELL_ROWS"])) * cells_w, planes)
 
 
 def unfold(problem: Problem, dtype: torch.dtype, images_at: At, images: int, in_rows: Span) -> Iterator[Launch]:
@@ -84,21 +82,17 @@ def unfold(problem: Problem, dtype: torch.dtype, images_at: At, images: int, in_
         "grad_output, columns": (images_at, "columns"),
         "planes": planes,
         "h_in, w_in": problem.input_size[-2:],
-        "d_out, h_out, w_out": _three_axes(problem.output_size),
+        "d_out, h_out, w_out": three_axes(problem.output_size),
         "in_row_begin, in_rows": (in_rows[0], rows),
     }
+    items = rows * problem.input_size[-1]
+    return _launches("columns/im2col.cu", im2col_macros(problem, dtype), params, items, planes)
+
+
+def _launches(source: str, macros: Macros, params: Params, items: int, planes: int) -> Iterator[Launch]:
+    """The launch for planes of items: a block holds several planes where one would leave threads idle."""
     if planes:
-        shape = _launch_shape(rows * problem.input_size[-1], planes)
-        yield Launch("columns/im2col.cu", im2col_macros(problem, dtype), *shape, params)
-
-
-def _three_axes(size: Sequence[int]) -> tuple[int, ...]:
-    """Depth, height and width; the depth of an image is 1."""
-    return (*(1,) * (3 - len(size)), *size)
-
-
-def _launch_shape(items: int, planes: int) -> tuple[Extent3, Extent3]:
-    """Grid and block for planes of items: a block holds several planes where one would leave threads idle."""
-    block_items = min(_BLOCK, power_of_two(items))
-    block_planes = min(_BLOCK // block_items, 64)
-    return plane_grid(-(-items // block_items), -(-planes // block_planes)), (block_items, block_planes, 1)
+        block_items = min(_BLOCK, power_of_two(items))
+        block_planes = min(_BLOCK // block_items, 64)
+        grid = plane_grid(-(-items // block_items), -(-planes // block_planes))
+        yield Launch(source, macros, grid, (block_items, block_planes, 1), params)

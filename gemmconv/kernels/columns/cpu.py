@@ -1,8 +1,8 @@
 """``gemm_col2im`` on the CPU: torch's product, and the fold and the unfold of csrc/cpu/columns.h.
 
 A forward pass writes the columns of some rows of an image at a time to a ring of rows that stays in the cache: rows
-that later outputs read are still there when the next rows are multiplied. Without the C extension, sums of slices and
-torch's unfold replace its kernels, in the chunks that a GPU takes.
+that later outputs read are still there when the next rows are multiplied. Without the C extension, torch's fold and
+unfold replace its kernels, in the chunks that a GPU takes.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from gemmconv.geometry import Problem
 from gemmconv.kernels.base import Config, Pass, accumulator_dtype, strides_of, with_strides
 from gemmconv.kernels.columns.chunking import Chunk, Chunking, Span
 from gemmconv.kernels.cpu.direct import layer_of
 from gemmconv.kernels.cpu.library import address, integers, isa_name, kernels_for
+from gemmconv.kernels.integers import up_to_multiple
 
 # Limits of the rule below. Among 290 layers with 1 to 8 output channels and 1 or 2 threads on two cores of an x86 CPU,
 # layers within them are 1.06 to 6 times as fast as with torch's operator (oneDNN 3.11), geometric mean 3.1 times.
@@ -27,8 +29,7 @@ _INPUTS_OF_AN_OUTPUT, _VALUES_OF_A_THREAD = 24, 4096
 
 CACHED_BYTES = 4 << 20  # bytes of columns that the C kernels fold at once: what two to four cores' L2 caches hold
 
-# Bound before ptflops replaces them, which would count a layer's products beside the layer.
-_matmul, _mm = torch.matmul, torch.mm
+_mm = torch.mm  # bound before ptflops replaces it, which would count a layer's products beside the layer
 
 
 def is_few_outputs(in_channels: int, out_channels: int) -> bool:
@@ -72,6 +73,12 @@ class Ring(NamedTuple):
 
     step: int
     rows: int
+    row_bytes: int
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the columns in it."""
+        return self.rows * self.row_bytes
 
 
 def ring_of(config: Config) -> Ring:
@@ -81,18 +88,12 @@ def ring_of(config: Config) -> Ring:
     halo = p.dilation[0] * (p.kernel_size[0] - 1) // p.stride[0]
     fitting = min(CACHED_BYTES, config.workspace_limit) // max(1, row_bytes)
     if fitting >= p.input_size[0]:
-        return Ring(p.input_size[0], p.input_size[0])
-    rings = (Ring(step, -(-(halo + step) // step) * step) for step in range(fitting - halo, 0, -1))
-    return next((ring for ring in rings if ring.rows <= fitting), Ring(1, halo + 1))
+        return Ring(p.input_size[0], p.input_size[0], row_bytes)
+    rings = (Ring(step, up_to_multiple(halo + step, step), row_bytes) for step in range(fitting - halo, 0, -1))
+    return next((ring for ring in rings if ring.rows <= fitting), Ring(1, halo + 1, row_bytes))
 
 
-def ring_bytes(config: Config) -> int:
-    """Bytes of the columns in the ring."""
-    p = config.problem
-    return ring_of(config).rows * p.gemm_m * p.input_size[1] * accumulator_dtype(config.dtype).itemsize
-
-
-def prepare_forward(config: Config) -> Callable[..., torch.Tensor]:
+def _prepare_forward_in_c(config: Config) -> Callable[..., torch.Tensor]:
     """Prepare a forward pass: products into a ring of rows; an output row is folded once its columns are there."""
     p, ring, kernels, wide = config.problem, ring_of(config), kernels_for(config.dtype), accumulator_dtype(config.dtype)
     (height, width), (stride, _), (padding, _) = p.input_size, p.stride, p.padding
@@ -128,43 +129,76 @@ def prepare_forward(config: Config) -> Callable[..., torch.Tensor]:
     return forward
 
 
-def prepare(config: Config, direction: Pass, chunks: Chunking, elements: int, slots: int) -> Callable[..., Any]:
-    """Prepare a pass in chunks; ``elements`` is the size of the columns, ``slots`` the number of partial sums."""
-    if direction == "forward" and is_in_c(config):
-        return prepare_forward(config)
-    p, steps, accumulator = config.problem, _Steps(config), accumulator_dtype(config.dtype)
-    column_dtype = dtype_of_columns(config, direction)
+def _prepare_forward(config: Config, chunks: Chunking) -> Callable[..., torch.Tensor]:
+    """Prepare a forward pass without the C extension.
+
+    Columns are folded into the whole area that they reach, including padding; a chunk's outputs are cut from that.
+    """
+    p, wide = config.problem, accumulator_dtype(config.dtype)
 
     def forward(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        output = input.new_empty(p.output_shape)
-        columns = input.new_empty(elements, dtype=column_dtype)
-        input, weight = input.contiguous(), weight.contiguous()
+        output, input, weights = input.new_empty(p.output_shape), input.contiguous(), _weights(p, weight, wide)
         for chunk in chunks:
-            steps.columns_from_input(input, weight, columns, chunk)
-            steps.fold(columns, bias, output, chunk)
+            target = output[slice(*chunk.images), :, slice(*chunk.out_rows)]
+            columns = weights.mT @ _pixels(p, input, chunk, wide)
+            if columns.numel():
+                (top, bottom), (left, right) = _area(p, chunk)
+                size, (first, last) = (bottom - top, right - left), chunk.out_rows
+                area = F.fold(columns.flatten(1, 2), size, p.kernel_size, p.dilation, stride=p.stride)
+                sums = _window(area, (first - top, last - top), (-left, p.output_size[1] - left))
+            else:
+                sums = target.new_zeros(target.shape, dtype=wide)
+            if bias is not None:
+                sums += bias.to(wide).view(-1, 1, 1)
+            target.copy_(sums)
         return with_strides(output, strides_of(p.output_shape, config.memory_format))
 
+    return forward
+
+
+def prepare(config: Config, direction: Pass, chunks: Chunking, elements: int, slots: int) -> Callable[..., Any]:
+    """Prepare a pass in chunks; ``elements`` is the size of the columns, ``slots`` the number of partial sums."""
+    if direction == "forward":
+        return _prepare_forward_in_c(config) if is_in_c(config) else _prepare_forward(config, chunks)
+    p, wide = config.problem, accumulator_dtype(config.dtype)
+    kernels = kernels_for(config.dtype) if is_in_c(config) else None
+    layer = layer_of(config, config.dtype, in_groups=False)
+
+    def columns_of(grad_output: torch.Tensor, chunk: Chunk, buffer: torch.Tensor) -> torch.Tensor:
+        images, pixels = grad_output[slice(*chunk.images)], chunk.rows * p.input_size[1]
+        shape = chunk.count, p.groups, p.gemm_m, pixels
+        if kernels is None:
+            unfolded = F.unfold(_window(images, *_area(p, chunk)), p.kernel_size, p.dilation, stride=p.stride)
+            return unfolded.view(shape).to(wide)
+        columns, rows = buffer[: math.prod(shape)].view(shape), integers(chunk.in_rows)
+        for image, of_image in zip(images, columns, strict=True):
+            kernels.im2col(
+                *(ctypes.addressof(layer), address(image), address(of_image)),
+                *(rows.ctypes.data, torch.get_num_threads()),
+            )
+        return columns
+
     def gradients(grad_output: torch.Tensor, input: torch.Tensor | None, weight: torch.Tensor | None) -> Any:
-        columns, grad_output = grad_output.new_empty(elements, dtype=column_dtype), grad_output.contiguous()
-        grad_input = grad_weight = partials = None
+        grad_output, buffer = grad_output.contiguous(), grad_output.new_empty(elements if kernels else 0, dtype=wide)
+        grad_input = grad_weight = None
         if weight is not None:
-            weight, grad_input = weight.contiguous(), grad_output.new_empty(p.input_shape)
+            weights, grad_input = _weights(p, weight, wide), grad_output.new_empty(p.input_shape)
         if input is not None:
-            input, partials = input.contiguous(), grad_output.new_zeros((slots, *p.weight_shape), dtype=accumulator)
+            input, partials = input.contiguous(), grad_output.new_zeros((slots, *p.weight_shape), dtype=wide)
         for chunk in chunks:
-            steps.unfold(grad_output, columns, chunk)
-            if weight is not None and grad_input is not None:
-                steps.input_grad(columns, weight, grad_input, chunk)
-            if input is not None and partials is not None:
-                steps.weight_grad(columns, input, partials, chunk)
+            columns = columns_of(grad_output, chunk, buffer)
+            if grad_input is not None:
+                target = grad_input[slice(*chunk.images), :, slice(*chunk.in_rows)]
+                target.copy_((weights @ columns).view(target.shape))
+            if input is not None:
+                # [images, groups, K, M] without a name, which would hold its memory until the call ends
+                partials[: chunk.count] += (_pixels(p, input, chunk, wide) @ columns.mT).view(-1, *p.weight_shape)
         if grad_input is not None:
             grad_input = with_strides(grad_input, strides_of(p.input_shape, config.memory_format))
-        if partials is not None:
+        if input is not None:
             grad_weight = partials.sum(0).to(config.dtype)
         return grad_input, grad_weight
 
-    if direction == "forward":
-        return forward
     if direction == "input_grad":
         return lambda grad_output, weight: gradients(grad_output, None, weight)[0]
     if direction == "weight_grad":
@@ -172,113 +206,30 @@ def prepare(config: Config, direction: Pass, chunks: Chunking, elements: int, sl
     return gradients
 
 
-class _Steps:
-    """Runs the steps of one configuration, for the part of the contiguous tensors that a chunk names.
+def _weights(p: Problem, weight: torch.Tensor, wide: torch.dtype) -> torch.Tensor:  # [groups, K, M]
+    return weight.contiguous().to(wide).view(p.groups, p.gemm_k, p.gemm_m)
 
-    Columns are folded into the whole area that they reach, including padding; the chunk's outputs are cut from that.
-    """
 
-    def __init__(self, config: Config) -> None:
-        self._problem, self._accumulator = config.problem, accumulator_dtype(config.dtype)
-        self._layer = layer_of(config, config.dtype, in_groups=False)
-        self._kernels = kernels_for(config.dtype) if is_in_c(config) else None
+def _pixels(p: Problem, input: torch.Tensor, chunk: Chunk, wide: torch.dtype) -> torch.Tensor:  # [images, groups, K, P]
+    rows = input[slice(*chunk.images), :, slice(*chunk.in_rows)]
+    return rows.reshape(chunk.count, p.groups, p.gemm_k, chunk.rows * p.input_size[1]).to(wide)
 
-    def columns_from_input(
-        self, input: torch.Tensor, weight: torch.Tensor, columns: torch.Tensor, chunk: Chunk
-    ) -> None:
-        target = self._columns(columns, chunk)
-        if target.numel():
-            _matmul(self._weight(weight).mT, self._pixels(input, chunk).to(self._accumulator), out=target)
 
-    def fold(self, columns: torch.Tensor, bias: torch.Tensor | None, output: torch.Tensor, chunk: Chunk) -> None:
-        p = self._problem
-        target = output[slice(*chunk.images), :, slice(*chunk.out_rows)]
-        sums = target.new_zeros(target.shape, dtype=self._accumulator)
-        if chunk.rows:
-            by_tap = self._columns(columns, chunk).view(chunk.count, -1, p.taps, chunk.rows, p.input_size[1])
-            _, of_area, of_sums = self._overlap(chunk, chunk.out_rows)
-            sums[of_sums] = self._area(by_tap)[of_area]
-        if bias is not None:
-            sums += bias.to(self._accumulator).view(-1, 1, 1)
-        target.copy_(sums)
+def _area(p: Problem, chunk: Chunk) -> tuple[Span, Span]:
+    """Rows and columns of the output that a chunk's columns reach, including padding."""
+    spans = chunk.in_rows, (0, p.input_size[1])
+    of_axes = zip(spans, p.kernel_size, p.stride, p.padding, p.dilation, strict=True)
+    rows, columns = (
+        (first * stride - padding, (last - 1) * stride - padding + dilation * (kernel - 1) + 1)
+        for (first, last), kernel, stride, padding, dilation in of_axes
+    )
+    return rows, columns
 
-    def _area(self, columns: torch.Tensor) -> torch.Tensor:
-        """The sums of columns ``[images, C_out, taps, H, W]``, in at least the extent that they reach.
 
-        All values of a tap belong to one phase of the outputs, whose cells ``q`` take it from ``q - shift``: so with
-        cells of a phase side by side a tap is one addition of two slices, which torch shares among its threads.
-        (torch's own fold runs on one, and takes 1.5 to 4 times as long: six layers of few output channels, two cores.)
-        """
-        p, (height, width) = self._problem, columns.shape[3:]
-        (stride_h, stride_w), (dilation_h, dilation_w) = p.stride, p.dilation
-        cells_h, cells_w = (
-            size + dilation * (kernel - 1) // stride
-            for size, dilation, kernel, stride in zip((height, width), p.dilation, p.kernel_size, p.stride, strict=True)
-        )
-        phases = columns.new_zeros((*columns.shape[:2], stride_h, stride_w, cells_h, cells_w))
-        for tap in range(p.taps):
-            shift_h, phase_h = divmod(tap // p.kernel_size[1] * dilation_h, stride_h)
-            shift_w, phase_w = divmod(tap % p.kernel_size[1] * dilation_w, stride_w)
-            phase = phases[:, :, phase_h, phase_w]
-            phase[:, :, shift_h : shift_h + height, shift_w : shift_w + width] += columns[:, :, tap]
-        rows_and_columns = phases.permute(0, 1, 4, 2, 5, 3)  # [images, C_out, cell row, phase, cell column, phase]
-        return rows_and_columns.reshape(*columns.shape[:2], cells_h * stride_h, cells_w * stride_w)
-
-    def unfold(self, grad_output: torch.Tensor, columns: torch.Tensor, chunk: Chunk) -> None:
-        p, images, target = self._problem, grad_output[slice(*chunk.images)], self._columns(columns, chunk)
-        if self._kernels is not None:
-            rows = integers(chunk.in_rows)
-            for image, of_image in zip(images, target, strict=True):
-                self._kernels.im2col(
-                    *(ctypes.addressof(self._layer), address(image), address(of_image)),
-                    *(rows.ctypes.data, torch.get_num_threads()),
-                )
-            return
-        extent, of_area, of_images = self._overlap(chunk, (0, p.output_size[0]))
-        area = grad_output.new_zeros((chunk.count, p.out_channels, *extent))
-        area[of_area] = images[of_images]
-        unfolded = F.unfold(area, p.kernel_size, dilation=p.dilation, stride=p.stride)
-        target.copy_(unfolded.view(target.shape))
-
-    def _overlap(self, chunk: Chunk, out_rows: Span) -> tuple[list[int], tuple[Any, ...], tuple[Any, ...]]:
-        """The area that a chunk's columns reach, including padding, and what it has in common with rows of outputs.
-
-        Returns:
-            The area's height and width; the indices of the common part in it, and in the rows of outputs.
-        """
-        p = self._problem
-        extents, of_area, of_outputs = list[int](), list[slice](), list[slice]()
-        spans = (chunk.in_rows, out_rows), ((0, p.input_size[1]), (0, p.output_size[1]))
-        for axis, ((first, last), (out_first, out_last)) in enumerate(spans):
-            extent = (last - first - 1) * p.stride[axis] + p.dilation[axis] * (p.kernel_size[axis] - 1) + 1
-            origin = first * p.stride[axis] - p.padding[axis]  # the output at the area's first position
-            begin = max(origin, out_first)
-            end = max(begin, min(origin + extent, out_last))
-            extents.append(extent)
-            of_area.append(slice(begin - origin, end - origin))
-            of_outputs.append(slice(begin - out_first, end - out_first))
-        return extents, (..., *of_area), (..., *of_outputs)
-
-    def input_grad(self, columns: torch.Tensor, weight: torch.Tensor, grad_input: torch.Tensor, chunk: Chunk) -> None:
-        product = self._weight(weight) @ self._columns(columns, chunk).to(self._accumulator)
-        target = grad_input[slice(*chunk.images), :, slice(*chunk.in_rows)]
-        target.copy_(product.view(target.shape))
-
-    def weight_grad(self, columns: torch.Tensor, input: torch.Tensor, partials: torch.Tensor, chunk: Chunk) -> None:
-        pixels = self._pixels(input, chunk).to(self._accumulator)
-        products = pixels @ self._columns(columns, chunk).to(self._accumulator).mT  # [images, groups, K, M]
-        partials[: products.shape[0]] += products.view(-1, *partials.shape[1:])
-
-    def _weight(self, weight: torch.Tensor) -> torch.Tensor:  # [groups, K, M]
-        p = self._problem
-        return weight.to(self._accumulator).view(p.groups, p.gemm_k, p.gemm_m)
-
-    def _pixels(self, input: torch.Tensor, chunk: Chunk) -> torch.Tensor:  # [images, groups, K, P]
-        p = self._problem
-        rows = input[slice(*chunk.images), :, slice(*chunk.in_rows)]
-        return rows.reshape(chunk.count, p.groups, p.gemm_k, chunk.rows * p.input_size[1])
-
-    def _columns(self, columns: torch.Tensor, chunk: Chunk) -> torch.Tensor:  # [images, groups, M, P]
-        p = self._problem
-        shape = chunk.count, p.groups, p.gemm_m, chunk.rows * p.input_size[1]
-        return columns[: math.prod(shape)].view(shape)
+def _window(images: torch.Tensor, rows: Span, columns: Span) -> torch.Tensor:
+    """Rows and columns of images, with zeros where an image has none."""
+    (top, bottom), (left, right) = rows, columns
+    held = images[..., max(0, top) : max(0, bottom), max(0, left) : max(0, right)]
+    above, before = min(max(0, -top), bottom - top), min(max(0, -left), right - left)
+    below, behind = bottom - top - above - held.shape[-2], right - left - before - held.shape[-1]
+    return F.pad(held, (before, behind, above, below))

@@ -44,28 +44,6 @@ class _Matrices:
         return replace(self, at=At(self.at.tensor, self.at.offset + elements * self.dtype.itemsize))
 
 
-def _products(
-    extents: Extent3,
-    operands: tuple[_Matrices, _Matrices, _Matrices],
-    counts: Extent3,
-    *,
-    transposed: tuple[bool, bool],
-    tf32: bool,
-    accumulates: bool = False,
-) -> Iterator[Gemm]:
-    """C = op(A) op(B) for every image, slice and group, of which there are ``counts``, in few strided-batched calls.
-
-    A call steps by one stride, so it covers the images, the slices or the groups, whichever are most.
-    """
-    images, slices, groups = range(3)
-    covered, repeated = (slices, images) if counts[slices] > counts[images] else (images, slices)
-    batched, others = (covered, groups) if counts[covered] >= counts[groups] else (groups, covered)
-    for i, j in itertools.product(range(counts[repeated]), range(counts[others])):
-        firsts = (one.further(i * one.strides[repeated] + j * one.strides[others]) for one in operands)
-        a, b, c = (Matrices(one.at, one.dtype, one.leading, one.strides[batched]) for one in firsts)
-        yield Gemm(extents, (a, b, c), counts[batched], transposed, tf32, accumulates)
-
-
 def slices_of(pixels: int, longest: int, slots: int) -> list[tuple[int, int, int]]:
     """Cut pixels into slices of at most ``longest`` pixels, and the slices into parts of at most ``slots`` slices.
 
@@ -90,11 +68,7 @@ def image_format(config: Config) -> torch.memory_format:
 
 
 class Columns:
-    """Makes the steps of one configuration, for the part of the dense tensors that a chunk names.
-
-    Args:
-        config: see :class:`Config`; it may be for both gradients at once.
-    """
+    """Makes the steps of one configuration, for the part of the dense tensors that a chunk names."""
 
     def __init__(self, config: Config) -> None:
         self._problem, self._dtype = config.problem, config.dtype
@@ -109,31 +83,27 @@ class Columns:
         """columns = weight^T . input"""
         p, pixels = self._problem, self._pixels(chunk)
         if pixels:
-            input, transposed = self._images("input", chunk, self._input_last), (self._input_last, True)
-            operands = input, self._weight, self._columns(self._sums, pixels)
-            extents, counts = (pixels, p.gemm_m, p.gemm_k), (chunk.count, 1, p.groups)
-            yield from _products(extents, operands, counts, transposed=transposed, tf32=self._tf32)
+            input, last = self._images("input", chunk, self._input_last), self._input_last
+            operands, counts = (input, self._weight, self._columns(self._sums, pixels)), (chunk.count, 1, p.groups)
+            yield from self._products((pixels, p.gemm_m, p.gemm_k), operands, counts, (last, True))
 
     def fold(self, chunk: Chunk) -> Iterator[Step]:
         """output = col2im(columns) + bias"""
-        output = At("output", chunk.images[0] * self._output_image_bytes)
-        rows = chunk.in_rows, chunk.out_rows
-        yield from col2im.fold(self._problem, self._sums, self._dtype, output, chunk.count, *rows, bias="bias")
+        output, rows = self._first_image("output", chunk), (chunk.in_rows, chunk.out_rows)
+        return col2im.fold(self._problem, self._sums, self._dtype, output, chunk.count, *rows, bias="bias")
 
     def unfold(self, chunk: Chunk) -> Iterator[Step]:
         """columns = im2col(grad_output)"""
-        images = At("grad_output", chunk.images[0] * self._output_image_bytes)
-        yield from col2im.unfold(self._problem, self._dtype, images, chunk.count, chunk.in_rows)
+        images = self._first_image("grad_output", chunk)
+        return col2im.unfold(self._problem, self._dtype, images, chunk.count, chunk.in_rows)
 
     def input_grad(self, chunk: Chunk) -> Iterator[Step]:
         """grad_input = weight . columns"""
-        p, pixels = self._problem, self._pixels(chunk)
-        last = self._grad_input_last
+        p, pixels, last = self._problem, self._pixels(chunk), self._grad_input_last
         columns, grad_input = self._columns(self._dtype, pixels), self._images("grad_input", chunk, last)
         operands = (self._weight, columns, grad_input) if last else (columns, self._weight, grad_input)
         extents = (p.gemm_k, pixels, p.gemm_m) if last else (pixels, p.gemm_k, p.gemm_m)
-        counts = chunk.count, 1, p.groups
-        yield from _products(extents, operands, counts, transposed=(last, last), tf32=self._tf32)
+        yield from self._products(extents, operands, (chunk.count, 1, p.groups), (last, last))
 
     def fills(self, chunk: Chunk, slots: int) -> bool:
         """Whether the weight gradient of a chunk writes each of ``slots`` partial sums by one product of an image."""
@@ -152,20 +122,37 @@ class Columns:
             a, b = (one.further(first * one.strides[1]) for one in (columns, input))
             image, of_slice = (0, p.groups * group) if slices > images else (p.groups * group, 0)
             partials = _Matrices(At("partials"), self._sums, p.gemm_m, (image, of_slice, group))  # [M, K]
-            yield from _products(
-                *((p.gemm_m, p.gemm_k, length), (a, b, partials), (images, slices, p.groups)),
-                transposed=(True, self._input_last),
-                tf32=self._tf32,
-                accumulates=accumulates,
-            )
+            extents, counts = (p.gemm_m, p.gemm_k, length), (images, slices, p.groups)
+            yield from self._products(extents, (a, b, partials), counts, (True, self._input_last), accumulates)
+
+    def _products(
+        self,
+        extents: Extent3,
+        operands: tuple[_Matrices, _Matrices, _Matrices],
+        counts: Extent3,
+        transposed: tuple[bool, bool],
+        accumulates: bool = False,
+    ) -> Iterator[Gemm]:
+        """C = op(A) op(B) for ``counts`` images, slices and groups, in few strided-batched calls.
+
+        A call steps by one stride, so it covers the images, the slices or the groups, whichever are most.
+        """
+        images, slices, groups = range(3)
+        covered, repeated = (slices, images) if counts[slices] > counts[images] else (images, slices)
+        batched, others = (covered, groups) if counts[covered] >= counts[groups] else (groups, covered)
+        for i, j in itertools.product(range(counts[repeated]), range(counts[others])):
+            firsts = (one.further(i * one.strides[repeated] + j * one.strides[others]) for one in operands)
+            a, b, c = (Matrices(one.at, one.dtype, one.leading, one.strides[batched]) for one in firsts)
+            yield Gemm(extents, (a, b, c), counts[batched], transposed, self._tf32, accumulates)
 
     def _pixels(self, chunk: Chunk) -> int:
         """Input pixels of each image of a chunk."""
         return chunk.rows * self._problem.input_size[-1]
 
-    @property
-    def _output_image_bytes(self) -> int:
-        return self._problem.out_channels * self._problem.out_pixels * self._dtype.itemsize
+    def _first_image(self, name: str, chunk: Chunk) -> At:
+        """Where the first image of a chunk begins in the output or in grad_output."""
+        image_bytes = self._problem.out_channels * self._problem.out_pixels * self._dtype.itemsize
+        return At(name, chunk.images[0] * image_bytes)
 
     # The operands, as column-major matrices of the shapes that the module's table calls "seen as".
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -20,7 +20,7 @@ from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.integers import INT32_MAX, even_share, power_of_two, up_to_multiple
 from gemmconv.kernels.macros import ELEMENT_TYPES, TENSOR_CORE_TYPES, Macros, index_macros, named_macros
 from gemmconv.kernels.phases import axis_taps
-from gemmconv.kernels.program import Extent3, Launch, Params, Program, gathering
+from gemmconv.kernels.program import Extent3, Launch, Params, Program, gathering, three_axes
 from gemmconv.kernels.splits import reduce
 from gemmconv.kernels.weights import pack
 
@@ -92,8 +92,8 @@ class Work:
         self.channels_last = config.channels_last
         order = 1 if direction == "forward" else -1
         self.in_channels, self.out_channels = (p.gemm_k, p.group_out_channels)[::order]
-        self.inputs, self.outputs = (_extents(p.input_size), _extents(p.output_size))[::order]
-        self.step, self.span = (_extents(()), _extents(p.stride))[::order]
+        self.inputs, self.outputs = (three_axes(p.input_size), three_axes(p.output_size))[::order]
+        self.step, self.span = (three_axes(()), three_axes(p.stride))[::order]
         self.phases, self.least, self.most = _phases(p.kernel_size, p.stride, p.padding, p.dilation, direction)
 
     @cached_property
@@ -108,7 +108,7 @@ class Work:
     def grid(self) -> Extent3:
         """Tiles of an image."""
         sizes = zip(self.outputs, self.span, self.tile.cells, strict=True)
-        return _extents([-(-outputs // (span * cells)) for outputs, span, cells in sizes])
+        return three_axes([-(-outputs // (span * cells)) for outputs, span, cells in sizes])
 
     @property
     def channel_blocks(self) -> int:
@@ -216,60 +216,20 @@ class Work:
 work_of = lru_cache(maxsize=256)(Work)  # the search for a tile asks for it twice
 
 
-def _extents(values: Sequence[int], missing: int = 1) -> Extent3:
-    """Extents along depth, height and width; axes that there are not have ``missing``."""
-    depth, height, width = (*(missing,) * (3 - len(values)), *values)
-    return depth, height, width
-
-
 @lru_cache(maxsize=1024)
 def _phases(
     kernel_size: Extents, stride: Extents, padding: Extents, dilation: Extents, direction: Pass
 ) -> tuple[tuple[Taps, ...], Extent3, Extent3]:
     """The taps of each phase, in order of depth, row, column, and the least and the greatest shift of all."""
-    of_axes = _extents(kernel_size), _extents(stride), _extents(padding, 0), _extents(dilation)
+    of_axes = three_axes(kernel_size), three_axes(stride), three_axes(padding, 0), three_axes(dilation)
     axes = [axis_taps(direction, *of) for of in zip(*of_axes, strict=True)]
     found = defaultdict[Extent3, list[tuple[int, Extent3]]](list)
     for i, (depth, row, column) in enumerate(itertools.product(*axes)):
         found[depth.phase, row.phase, column.phase].append((i, (depth.shift, row.shift, column.shift)))
-    span = _extents(stride if direction == "forward" else ())
+    span = three_axes(stride if direction == "forward" else ())
     shifts = [[tap.shift for tap in axis] for axis in axes]
     phases = tuple(tuple(found[d, h, w]) for d, h, w in itertools.product(*map(range, span)))
-    return phases, _extents([*map(min, shifts)]), _extents([*map(max, shifts)])
-
-
-def tiles_of(config: Config, direction: Pass) -> Iterator[Tile]:
-    """The tiles that a pass may take: those of the menu, with cells in a row and in blocks that an image fills."""
-    p = config.problem
-    if math.prod(p.stride) > _MOST_PHASES or p.taps > _MOST_TAPS or 0 in (p.batch, p.taps):
-        return
-    layer = Work(config, direction, Tile((1, 1), (1, 1), 1, (1, 1, 1), 2))
-    if min(layer.in_channels, layer.out_channels) < 2 or 0 in (*layer.inputs, *layer.outputs):
-        return
-    units = 4 if layer.in_channels * layer.itemsize > 32 else 2
-    depth, height, width = map(power_of_two, layer.grid)
-    for warps_m, warps_n, tiles_m, tiles_n in MENU:
-        if tiles_m * tiles_n * layer.parts > _MOST_SUMS:
-            continue
-        block = warps_m * tiles_m * 16
-        for tile_w, tile_h in ((block, 1), *itertools.product((8, 16, 32), (1, 2, 4, 8, 16, 32))):
-            tile_d, rest = divmod(block, tile_w * tile_h)
-            fills = tile_d <= depth and tile_h <= height and tile_w <= max(8, width)
-            if rest or tile_d == 0 or not (fills or (tile_d, tile_w) == (1, 8)):
-                continue
-            phases, cells = math.gcd(warps_n, layer.span[2]), (tile_d, tile_h, tile_w)
-            tile = Tile((warps_m, warps_n), (tiles_m, tiles_n), phases, cells, units)
-            work = work_of(config, direction, tile)
-            if work.shared_bytes > config.spec.shared_bytes:
-                continue
-            # Splits that fill the GPU once.
-            room = tile.resident(work.parts) * config.spec.multiprocessors // work.blocks
-            for splits in {1, *(min(count, work.chunks) for count in (room, 2 * room) if room > 1)}:
-                split = replace(tile, splits=even_share(work.chunks, splits))
-                of_split = work_of(config, direction, split)
-                fits = of_split.shared_bytes <= config.spec.shared_bytes
-                if fits and of_split.partial_bytes <= config.workspace_limit:
-                    yield split
+    return phases, three_axes([*map(min, shifts)]), three_axes([*map(max, shifts)])
 
 
 def macros_of(work: Work) -> Macros:
@@ -277,7 +237,6 @@ def macros_of(work: Work) -> Macros:
     tile = work.tile
     return {
         **_common_macros(work),
-        "CHANNELS_LAST": int(work.channels_last),
         "WARPS_M": tile.warps[0],
         "WARPS_N": tile.warps[1],
         "TILES_M": tile.tiles[0],
@@ -285,7 +244,7 @@ def macros_of(work: Work) -> Macros:
         "PHASES": tile.phases,
         "TILE_H": tile.cells[1],
         "TILE_W": tile.cells[2],
-        **named_macros(work, "copy_bytes wide vector"),
+        **named_macros(work, "channels_last copy_bytes wide vector"),
         "PARTIALS": int(tile.splits > 1),
         **index_macros(work.config.problem.image_elements),
     }
@@ -297,10 +256,9 @@ def weight_macros_of(work: Work) -> Macros:
         **_common_macros(work),
         "FRAGMENTS": 1,
         "INPUT_GRAD": int(work.direction == "input_grad"),
-        **named_macros(work, "in_channels out_channels"),
+        **named_macros(work, "in_channels out_channels chunks"),
         "TAPS": work.config.problem.taps,
         "CHANNEL_SETS": work.channel_blocks,
-        "CHUNKS": work.chunks,
         "ROWS": work.tile.channels,
         "CHANNELS": work.tile.channels,
     }
@@ -319,7 +277,37 @@ class GemmMma(Kernel):
     serves = "groups of several channels whose patches fit shared memory"
 
     def tiles(self, config: Config, direction: Pass) -> Iterator[Tile]:
-        return tiles_of(config, direction)
+        """The tiles that a pass may take: those of the menu, with cells in a row and in blocks that an image fills."""
+        p = config.problem
+        if math.prod(p.stride) > _MOST_PHASES or p.taps > _MOST_TAPS or 0 in (p.batch, p.taps):
+            return
+        layer = Work(config, direction, Tile((1, 1), (1, 1), 1, (1, 1, 1), 2))
+        if min(layer.in_channels, layer.out_channels) < 2 or 0 in (*layer.inputs, *layer.outputs):
+            return
+        units = 4 if layer.in_channels * layer.itemsize > 32 else 2
+        depth, height, width = map(power_of_two, layer.grid)
+        for warps_m, warps_n, tiles_m, tiles_n in MENU:
+            if tiles_m * tiles_n * layer.parts > _MOST_SUMS:
+                continue
+            block = warps_m * tiles_m * 16
+            for tile_w, tile_h in ((block, 1), *itertools.product((8, 16, 32), (1, 2, 4, 8, 16, 32))):
+                tile_d, rest = divmod(block, tile_w * tile_h)
+                fills = tile_d <= depth and tile_h <= height and tile_w <= max(8, width)
+                if rest or tile_d == 0 or not (fills or (tile_d, tile_w) == (1, 8)):
+                    continue
+                phases, cells = math.gcd(warps_n, layer.span[2]), (tile_d, tile_h, tile_w)
+                tile = Tile((warps_m, warps_n), (tiles_m, tiles_n), phases, cells, units)
+                work = work_of(config, direction, tile)
+                if work.shared_bytes > config.spec.shared_bytes:
+                    continue
+                # Splits that fill the GPU once.
+                room = tile.resident(work.parts) * config.spec.multiprocessors // work.blocks
+                for splits in {1, *(min(count, work.chunks) for count in (room, 2 * room) if room > 1)}:
+                    split = replace(tile, splits=even_share(work.chunks, splits))
+                    of_split = work_of(config, direction, split)
+                    fits = of_split.shared_bytes <= config.spec.shared_bytes
+                    if fits and of_split.partial_bytes <= config.workspace_limit:
+                        yield split
 
     def seconds(self, config: Config, direction: Pass, tile: Tile) -> float:
         return work_of(config, direction, tile).seconds(config.spec)

@@ -51,10 +51,7 @@ class Axis:
 def axes_of(problem: Problem, is_gradient: bool, together: bool) -> tuple[Axis, Axis, Axis]:
     """The axes of a forward pass, or of an input gradient.
 
-    Args:
-        problem: the layer.
-        is_gradient: whether it is the input's gradient.
-        together: whether one product computes all classes of a cell; bases are then chosen so that they share shifts.
+    If one product computes all classes of a cell ``together``, bases are chosen so that classes share shifts.
 
     >>> axes_of(Problem(1, 8, 8, 1, (4, 4), (4, 4), stride=(2, 2), padding=(1, 1)), False, True)[2].classes
     ({(0, 0): 0, (0, -1): 2}, {(0, 0): 1, (0, -1): 3})

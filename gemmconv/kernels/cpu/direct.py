@@ -22,8 +22,26 @@ class Direct(CpuKernel):
     def seconds(self, config: Config, direction: Pass, tile: Any) -> float:
         return estimate.DIRECT * estimate.fused_seconds(config, direction)
 
-    def prepare(self, config: Config, direction: Pass, tile: Any) -> Callable[..., Any]:
-        return prepare(config, direction)
+    def prepare(self, config: Config, direction: Pass, tile: Any = None) -> Callable[..., torch.Tensor]:
+        """Prepare a pass. 16-bit tensors are widened to float32 first, and the result is rounded once."""
+        p, wide, kernels = config.problem, accumulator_dtype(config.dtype), kernels_for(config.dtype)
+        number = self.directions.index(direction)
+        shape = (p.output_shape, p.input_shape, p.weight_shape)[number]
+        memory_format = torch.contiguous_format if direction == "weight_grad" else config.memory_format
+        strides, layer = strides_of(shape, memory_format), layer_of(config, wide)
+
+        def call(first: torch.Tensor, second: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+            if direction == "weight_grad":
+                first, second = second, first  # the input comes first
+            a, b, c = (None if one is None else one.to(wide).contiguous() for one in (first, second, bias))
+            result = first.new_empty(shape, dtype=wide)
+            kernels.direct(
+                *(ctypes.addressof(layer), number, address(a), address(b), address(c)),
+                *(result.data_ptr(), torch.get_num_threads()),
+            )
+            return with_strides(result.to(config.dtype), strides)
+
+        return call
 
 
 def layer_of(config: Config, dtype: torch.dtype, in_groups: bool = True) -> Any:
@@ -33,28 +51,6 @@ def layer_of(config: Config, dtype: torch.dtype, in_groups: bool = True) -> Any:
     groups = p.groups if in_groups else 1
     channels = p.in_channels // groups, p.out_channels // groups
     return Layer(KINDS[dtype], p.batch, p.groups, *channels, *sizes)
-
-
-def prepare(config: Config, direction: Pass) -> Callable[..., torch.Tensor]:
-    """Prepare a pass. 16-bit tensors are widened to float32 first, and the result is rounded once."""
-    p, wide, kernels = config.problem, accumulator_dtype(config.dtype), kernels_for(config.dtype)
-    number = ("forward", "input_grad", "weight_grad").index(direction)
-    shape = (p.output_shape, p.input_shape, p.weight_shape)[number]
-    memory_format = torch.contiguous_format if direction == "weight_grad" else config.memory_format
-    strides, layer = strides_of(shape, memory_format), layer_of(config, wide)
-
-    def call(first: torch.Tensor, second: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        if direction == "weight_grad":
-            first, second = second, first  # the input comes first
-        a, b, c = (None if one is None else one.to(wide).contiguous() for one in (first, second, bias))
-        result = first.new_empty(shape, dtype=wide)
-        kernels.direct(
-            *(ctypes.addressof(layer), number, address(a), address(b), address(c)),
-            *(result.data_ptr(), torch.get_num_threads()),
-        )
-        return with_strides(result.to(config.dtype), strides)
-
-    return call
 
 
 KERNEL = Direct()

@@ -41,9 +41,7 @@ def cycles(config: Config, is_gradient: bool, together: bool) -> float:
     In a cycle a core multiplies two vectors, or loads two: cells of a tile, or weights.
     """
     p, kernels = config.problem, kernels_for(config.dtype)
-    channels, targets = p.gemm_k, p.group_out_channels
-    if is_gradient:
-        channels, targets = targets, channels
+    channels, targets = (p.gemm_k, p.group_out_channels)[:: -1 if is_gradient else 1]
     table, blocks = table_of(p, is_gradient, together), -(-targets // kernels.rows)
     rows, vectors = -(-targets // blocks) * (table.classes if together else 1), kernels.vectors
     tiles, cells = -(-rows // kernels.rows), up_to_multiple(table.cells(p.batch), kernels.lanes)
@@ -61,9 +59,9 @@ def is_together(config: Config) -> bool:
 
 def _least_cycles(config: Config, direction: Pass) -> float:
     """Cycles of an implicit product, for a forward pass in the faster of both ways."""
-    if direction != "forward":
-        return cycles(config, True, False)
-    return min(cycles(config, False, True), cycles(config, False, False))
+    if direction == "forward":
+        return min(cycles(config, False, together) for together in (True, False))
+    return cycles(config, True, False)
 
 
 def sizes(config: Config, direction: Pass) -> dict[str, float]:
@@ -97,8 +95,7 @@ def key_of(config: Config, direction: Pass) -> str:
 
 @cache
 def _coefficients() -> dict[str, dict[str, float]]:
-    rows: dict[str, dict[str, float]] = json.loads(_ROWS.read_text())
-    return rows
+    return json.loads(_ROWS.read_text())
 
 
 @lru_cache(maxsize=4096)

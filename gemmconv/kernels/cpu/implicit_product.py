@@ -21,7 +21,7 @@ from gemmconv.kernels.base import DEFAULT_WORKSPACE_LIMIT, Config, Pass, accumul
 from gemmconv.kernels.cpu import estimate
 from gemmconv.kernels.cpu.base import CpuKernel, dense
 from gemmconv.kernels.cpu.correlation import Axis, Table, table_of
-from gemmconv.kernels.cpu.direct import prepare as prepare_directly
+from gemmconv.kernels.cpu.direct import KERNEL as DIRECT
 from gemmconv.kernels.cpu.library import KINDS, Conv, WeightGrad, address, checksum, integers, kernels_for
 from gemmconv.kernels.integers import even_share, up_to_multiple
 
@@ -76,11 +76,7 @@ class ImplicitProduct(CpuKernel):
 class _Correlation:
     """The arguments of ``conv`` for one number of threads; see csrc/cpu/cpu.h.
 
-    Args:
-        config: the configuration; both tensors may be in either memory format.
-        is_gradient: whether it is the input's gradient, in place of the forward pass.
-        threads: how many threads there are.
-        source_last: whether the source is in channels_last.
+    ``source_last`` is whether the source is in channels_last; the target is in the configuration's format.
     """
 
     def __init__(self, config: Config, is_gradient: bool, threads: int, source_last: bool = False) -> None:
@@ -171,24 +167,15 @@ def _view(
 ) -> tuple[int, ...]:
     """A ``view_t``: the images of a tensor of this shape, cut into cells as source or as target."""
     strides = strides_of(shape, torch.channels_last if last else torch.contiguous_format)
-    return (
-        *(KINDS[config.dtype], shape[0], channels),
-        *(axis.extent if is_target else axis.size for axis in axes),
-        *(axis.target_step if is_target else axis.source_step for axis in axes),
-        *(axis.base if is_target else 0 for axis in axes),
-        *(axis.pitch for axis in axes),
-        *(*strides[:2], *[0] * (5 - len(shape)), *strides[2:]),
-    )
+    sides = [(one.extent, one.target_step, one.base) if is_target else (one.size, one.source_step, 0) for one in axes]
+    of_axes = itertools.chain(*zip(*sides, strict=True), (axis.pitch for axis in axes))
+    return KINDS[config.dtype], shape[0], channels, *of_axes, *strides[:2], *[0] * (5 - len(shape)), *strides[2:]
 
 
 def _odd_lines(values: int, itemsize: int) -> int:
     """``values`` rounded up to an odd number of cache lines, so that planes lie in different sets of a cache."""
     lines = -(-values * itemsize // _LINE)
     return (lines | 1) * _LINE // itemsize
-
-
-def _is_last(tensor: torch.Tensor) -> bool:
-    return not tensor.is_contiguous()
 
 
 _thread_memory = threading.local()
@@ -208,13 +195,13 @@ def _prepare_correlation(config: Config, is_gradient: bool) -> Callable[..., tor
     arguments_for = functools.cache(functools.partial(_Correlation, config, is_gradient))
     shape = p.input_shape if is_gradient else p.output_shape
     strides = strides_of(shape, config.memory_format)
-    directly = prepare_directly(config, "input_grad" if is_gradient else "forward")
+    directly = DIRECT.prepare(config, "input_grad" if is_gradient else "forward")
     key = is_gradient, p.groups, p.kernel_size, p.stride, p.padding, p.dilation, estimate.is_together(config)
 
     def call(source: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         given = source, weight
         source, weight, threads = dense(source), weight.contiguous(), torch.get_num_threads()
-        arguments = arguments_for(threads, _is_last(source))
+        arguments = arguments_for(threads, not source.is_contiguous())
         target = source.new_empty_strided(shape, strides)
         if target.numel() == 0:
             return target
@@ -314,11 +301,11 @@ class _Gradient:
 def _prepare_weight_grad(config: Config) -> Callable[..., torch.Tensor]:
     p, kernels = config.problem, kernels_for(config.dtype)
     arguments_for = functools.cache(functools.partial(_Gradient, config))
-    directly = prepare_directly(config, "weight_grad")
+    directly = DIRECT.prepare(config, "weight_grad")
 
     def call(grad_output: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
         grad, given = dense(grad_output), dense(input)
-        arguments = arguments_for(_is_last(given), _is_last(grad))
+        arguments = arguments_for(not given.is_contiguous(), not grad.is_contiguous())
         gradient, threads = grad.new_empty(p.weight_shape), torch.get_num_threads()
         if gradient.numel() == 0 or p.batch == 0:
             return gradient.zero_()
