@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from gemmconv.device import REFERENCE, REGISTERS, DeviceSpec
-from gemmconv.geometry import Problem
+from gemmconv.geometry import Pair, Problem
 from gemmconv.kernels.base import Config, Kernel, Pass, accumulator_dtype
 from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.direct.menu import menu_of, samples
@@ -221,12 +221,11 @@ class _Layer:
     def fitting(self, shape: _Shape) -> Tile | None:
         """The tile of a shape with as many input channels at a time as fit, at most 16; None if not even one fits."""
         lanes_w, cells, rows, phases, planes, channels_out, split = shape
-        channels_in = min(self.channels_in, 16)
-        while channels_in > 0:
+        channels = min(self.channels_in, 16)
+        for channels_in in (channels >> halvings for halvings in range(channels.bit_length())):
             tile = Tile(False, lanes_w, cells, rows, phases, planes, channels_in, channels_out, split)
             if self.shared_bytes(tile) <= SHARED_BYTES:
                 return tile
-            channels_in //= 2
         return None
 
     def registers(self, cells: int, channels_out: int) -> int:
@@ -240,18 +239,15 @@ class _Layer:
         """Blocks that a multiprocessor must be able to hold, which limits the registers of a thread."""
         if tile.depthwise:
             return 1
-        return max(1, REGISTERS // (tile.threads * self.register_bound(tile)))
-
-    def register_bound(self, tile: Tile) -> int:
-        """The register limit of a thread, one of ``_REGISTERS``."""
         registers = self.registers(tile.cells, tile.channels_out)
-        return next((most for most in _REGISTERS if registers <= most - 8), _REGISTERS[-1])
+        limit = next((most for most in _REGISTERS if registers <= most - 8), _REGISTERS[-1])
+        return max(1, REGISTERS // (tile.threads * limit))
 
     def blocks(self, tile: Tile) -> int:
         spatial = -(-self.cells_h // (tile.rows * tile.turns)) * -(-self.cells_w // (tile.lanes_w * tile.cells))
         return spatial * -(-self.planes // tile.planes) * -(-self.channels_out // tile.channels_out)
 
-    def staged_elements(self, tile: Tile) -> tuple[int, int]:
+    def staged_elements(self, tile: Tile) -> Pair:
         """Elements of the patch, with its padding, and of the weights, in quads; see csrc/direct/forward.cu."""
         pitch = _pitch(tile.lanes_w, tile.cells, self.halo_w, self.sum_bytes)
         kernel_h, kernel_w = self.problem.kernel_size
@@ -265,21 +261,16 @@ class _Layer:
             quads = kernel_h * -(-kernel_w * tile.planes_each // 4) | 1
             stage = 0 if self.channels_last else tile.threads * tile.cells * self.problem.stride[1] * self.item_bytes
             return tile.planes // tile.planes_each * quads * 4 * self.sum_bytes + stage
-        return max(self._staged_bytes(*self.staged_elements(tile)), self._other_bytes(tile))
-
-    def _staged_bytes(self, patch: int, weights: int) -> int:
-        """Bytes of shared memory for so many elements of the patch and of the weights."""
-        return -(-patch * self.sum_bytes // 16) * 16 + weights * self.sum_bytes
-
-    def _other_bytes(self, tile: Tile) -> int:
-        """Bytes of shared memory for partial sums or for outputs, which reuse the memory of patch and weights."""
+        patch, weights = self.staged_elements(tile)
+        staged = -(-patch * self.sum_bytes // 16) * 16 + weights * self.sum_bytes
+        # Partial sums, then outputs, reuse the memory of patch and weights.
         part = tile.threads // tile.split
         sums = (tile.split - 1) * part * tile.cells * tile.channels_out * self.tap_phases_w * self.sum_bytes
         if self.channels_last and not self.whole_pixels(tile):
             run = _run_pitch(tile.channels_out, self.item_bytes)
         else:
             run = tile.cells * self.problem.stride[1] * (tile.channels_out if self.channels_last else 1)
-        return max(sums, part * run * self.item_bytes)
+        return max(staged, sums, part * run * self.item_bytes)
 
     def whole_pixels(self, tile: Tile) -> bool:
         """Whether a tile has all channels of its pixels, and these are neighbours in memory."""
@@ -294,7 +285,7 @@ class _Layer:
 
     def cost(self, tile: Tile) -> _Cost:
         """The cost of a block of a tile, which does not depend on the problem's sizes."""
-        threads, (instructions, wavefronts, most_threads) = tile.threads, self.cost_of_thread(tile)
+        threads, (instructions, wavefronts) = tile.threads, self.cost_of_thread(tile)
         stages = -(-self.tap_phases_h // tile.phases) * -(-self.channels_in // tile.channels_in)
         patch, weights = self.staged_elements(tile)
         staged = stages * _COST.staged_instructions * patch / threads
@@ -307,9 +298,8 @@ class _Layer:
         latency = _COST.channels_last_latency_cycles if self.channels_last else _COST.latency_cycles
         alone = stages * (latency * loads + _COST.chunk_cycles) + max(_COST.alone_cycles, warps / 4) * instructions
 
-        shared_bytes = max(self._staged_bytes(patch, weights), self._other_bytes(tile))
-        shared_bytes += 1024  # the system reserves 1 KiB a block
-        held = min(max(1, most_threads // threads), REFERENCE.shared_bytes // shared_bytes, 2048 // threads)
+        shared_bytes = self.shared_bytes(tile) + 1024  # the system reserves 1 KiB a block
+        held = min(self.least_blocks(tile), REFERENCE.shared_bytes // shared_bytes, 2048 // threads)
         # The fewer warps, the more cycles pass in which none can issue.
         issue = instructions / 4 / min(1.0, _COST.warp_issue_share * held * warps)
         hidden = _COST.hidden_share
@@ -329,12 +319,8 @@ class _Layer:
             moved *= 1 + _COST.run_bytes / (run * self.item_bytes)
         return _Cost(held, alone, warps * together, moved)
 
-    def cost_of_thread(self, tile: Tile) -> tuple[float, float, int]:
-        """The part of the cost that does not depend on the number of threads.
-
-        Returns instructions and cycles of shared memory without staging, and the most threads that a multiprocessor
-        holds.
-        """
+    def cost_of_thread(self, tile: Tile) -> tuple[float, float]:
+        """Instructions of a thread, and its cycles of shared memory, without staging."""
         kernel_h, kernel_w = self.problem.kernel_size
         passes = -(-self.tap_phases_h // tile.phases)
         tap_rows = passes * -(-kernel_h // self.tap_phases_h) * -(-self.channels_in // tile.split)
@@ -342,9 +328,8 @@ class _Layer:
         vector = min(tile.cells, 16 // self.sum_bytes)
         windows = -(-(tile.cells + self.halo_w) // vector)
         double = self.sum_bytes / 4
-        products = (
-            tile.cells * tile.channels_out * kernel_w * double * REFERENCE.fp32_per_clock / self.spec.fp32_per_clock
-        )
+        slower = double * REFERENCE.fp32_per_clock / self.spec.fp32_per_clock
+        products = tile.cells * tile.channels_out * kernel_w * slower
         instructions = tap_rows * (products + quads + windows + _COST.row_instructions) + _COST.block_instructions
         wavefronts = tap_rows * (quads + windows * vector) * double
         if self.channels_last:
@@ -354,7 +339,7 @@ class _Layer:
             pieces = pixels * (lines if self.whole_pixels(tile) else max(1.0, lines))
             instructions += _COST.pixel_instructions * pixels * tile.channels_out
             wavefronts += tap_rows * quads * double + _COST.piece_wavefronts * 32 * pieces
-        return instructions, wavefronts, REGISTERS // self.register_bound(tile)
+        return instructions, wavefronts
 
 
 class _Cost(NamedTuple):
