@@ -13,6 +13,7 @@ import torch
 
 from gemmconv.device import REFERENCE, REGISTERS, DeviceSpec
 from gemmconv.geometry import Pair, Problem
+from gemmconv.hashing import cached_property
 from gemmconv.kernels.base import Config, Kernel, Pass, accumulator_dtype
 from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.direct.menu import menu_of, samples
@@ -60,7 +61,7 @@ class Tile:
     turns: int = 1  # loop trips of a block over tiles below each other, in depthwise tiles (the name is in tuned files)
     looped: bool = False  # whether the kernel has that loop
 
-    @property
+    @cached_property
     def threads(self) -> int:
         return self.lanes_w * self.rows // self.rows_each * self.phases * self.planes // self.planes_each * self.split
 

@@ -102,7 +102,7 @@ class Tile:
         """The M tiles that any step is for: those that take registers."""
         return frozenset().union(*(step.m_tiles for turn in self.turns for step in turn))
 
-    @property
+    @cached_property
     def words(self) -> int:
         """Words of a pixel's channels of a group."""
         words = -(-self.problem.gemm_k * self.itemsize // 4)
@@ -233,7 +233,7 @@ class Tile:
         """Whether the steps are unrolled, with offsets that are known when compiling."""
         return self.words >= 4 and self.pairs * self.n_tiles <= _MOST_UNROLLED
 
-    @property
+    @cached_property
     def shared_bytes(self) -> int:
         fragments = self.groups * self.warps_m * self.pairs * 512
         steps = sum(map(len, self.turns))
@@ -241,7 +241,7 @@ class Tile:
         words = self.patch_words + self.landing_words + 8 * steps + biases
         return fragments + 4 * words + self.warps_m * self.warps_n * self.stage_bytes
 
-    @property
+    @cached_property
     def blocks_resident(self) -> int:
         """Blocks that a multiprocessor is to have registers and shared memory for."""
         lines, stride = -(-self.lines // 8), self.problem.stride[1]
