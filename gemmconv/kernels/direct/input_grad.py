@@ -15,15 +15,14 @@ from gemmconv.kernels.base import Config, Pass
 from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.direct.forward import DirectKernel, seconds_of_parts
 from gemmconv.kernels.direct.patch import (
-    BATCH_WORDS,
     PREFETCH_WORDS,
     SHARED,
     STATIC_SHARED,
     UNROLLED,
     Patch,
     Tile,
-    column_threads_of,
     halved,
+    pixel_threads_of,
     problem_macros,
     rows_of,
     smaller,
@@ -124,20 +123,11 @@ def input_grad_tile(problem: Problem, itemsize: int, multiprocessors: int = REFE
     taps = taps_of(problem, UNROLLED // (rows * channels))
     channel_tiles = -(-problem.gemm_k // channels)
     channel_threads = min((4, 2, 1), key=lambda threads: up_to_multiple(channel_tiles, threads))
-    tile = InputGradTile(
-        problem,
-        itemsize,
-        rows=rows,
-        channels=channels,
-        column_threads=column_threads_of(problem, taps[1], threads // channel_threads),
-        row_threads=1,
-        planes=1,
-        channel_threads=channel_threads,
-        chunk_channels=1,
-        taps=taps,
-    )
-    tile = replace(tile, row_threads=power_of_two_within(-(-height // rows), threads // tile.threads))
-    tile = replace(tile, planes=power_of_two_within(problem.batch * problem.groups, threads // tile.threads))
+    pixel_threads = threads // channel_threads
+    row_threads, column_threads = pixel_threads_of(problem, taps[1], rows, pixel_threads)
+    planes = power_of_two_within(problem.batch * problem.groups, pixel_threads // (row_threads * column_threads))
+    pixels = rows, column_threads, row_threads, taps
+    tile = InputGradTile(problem, itemsize, *pixels, channels, planes, channel_threads, chunk_channels=1)
 
     # Room in shared memory, then blocks for every multiprocessor.
     while tile.shared_bytes > SHARED:
@@ -177,7 +167,7 @@ def input_grad_macros(tile: InputGradTile, dtype: torch.dtype) -> Macros:
         **named_macros(tile, "rows column_threads row_threads taps channels planes channel_threads chunk_channels"),
         "WEIGHTS_ONCE": int(weights_once),
         "MIN_BLOCKS": tile.resident("INDEX_64" in geometry),
-        **tile.patch.macros(several_chunks and tile.prefetches, BATCH_WORDS),
+        **tile.patch.macros(several_chunks and tile.prefetches),
         **geometry,
     }
 
@@ -197,7 +187,7 @@ class DirectInputGrad(DirectKernel):
 
     def program(self, config: Config, direction: Pass, tile: InputGradTile) -> Program:
         p, output = config.problem, grad_input_of(config, torch.contiguous_format)
-        if not math.prod(p.input_shape):
+        if not p.batch:
             operands = Operand("grad_output", None), Operand("weight", None)
             return Program(config.dtype, operands, (output,), (clearing(config, output),))
         macros = input_grad_macros(tile, config.dtype)
