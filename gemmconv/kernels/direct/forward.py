@@ -124,12 +124,11 @@ class _Layer:
 
         None if it does not fit shared memory.
         """
-        stride_w = self.problem.stride[1]
-        planes_each = math.gcd(self.problem.groups, 16 // self.sum_bytes) if self.channels_last else 1
         if self.channels_last:
+            planes_each = math.gcd(self.problem.groups, 16 // self.sum_bytes)
             cells = 2 if 2 * self.tap_phases_w * planes_each <= _MOST_PAIR_SUMS else 1
         else:
-            cells = max(1, 16 // self.item_bytes // power_of_two(stride_w))
+            planes_each, cells = 1, max(1, 16 // self.item_bytes // power_of_two(self.problem.stride[1]))
         while cells > 1 and cells >= 2 * self.cells_w:
             cells //= 2
         sum_bytes = self.tap_phases_w * self.sum_bytes
@@ -138,24 +137,19 @@ class _Layer:
         window = (2 + self.halo_h) * (cells + self.halo_w)
         rows_each = 2 if not self.channels_last and window <= 48 and self.cells_h > 1 else 1
 
-        threads = 256
-        neighbours = math.gcd(self.problem.groups, 32 * planes_each) if self.channels_last else 1
-        across = -(-self.cells_w // cells)
-        lanes_w = power_of_two(across)
+        threads, across = 256, -(-self.cells_w // cells)
+        lanes_w, rows = power_of_two(across), power_of_two(-(-self.cells_h // rows_each))
         if self.channels_last:
-            lanes_w = min(lanes_w, max(1, threads // 4 * planes_each // neighbours))
-        elif lanes_w > _LANES[0]:
-            lanes_w = min(_LANES, key=lambda lanes: (-(-across // lanes) * (lanes + 4), -lanes))
-        plane_threads = neighbours // planes_each
-        most_rows = max(1, threads // (lanes_w * plane_threads))
-        most_rows = most_rows if self.channels_last else min(_MOST_ROWS, most_rows)
-        rows = min(power_of_two(-(-self.cells_h // rows_each)), most_rows)
-        planes = neighbours
-        if not self.channels_last:
+            planes = math.gcd(self.problem.groups, 32 * planes_each)  # neighbours
+            plane_threads = planes // planes_each
+            lanes_w = min(lanes_w, max(1, threads // 4 // plane_threads))
+            rows = min(rows, max(1, threads // (lanes_w * plane_threads)))
+        else:
+            if lanes_w > _LANES[0]:
+                lanes_w = min(_LANES, key=lambda lanes: (-(-across // lanes) * (lanes + 4), -lanes))
+            rows = min(rows, _MOST_ROWS, max(1, threads // lanes_w))
             planes = min(power_of_two(self.planes), max(1, threads // (lanes_w * rows)))
-        tile = Tile(
-            True, lanes_w, cells, rows * rows_each, 1, planes, 1, 1, rows_each=rows_each, planes_each=planes_each
-        )
+        tile = Tile(True, lanes_w, cells, rows * rows_each, 1, planes, 1, 1, 1, rows_each, planes_each)
         few = self.blocks(tile) < 2 * self.spec.multiprocessors
         while few and tile.threads > 64:
             if not self.channels_last and tile.planes > 1:
@@ -268,7 +262,8 @@ class _Layer:
         part = tile.threads // tile.split
         sums = (tile.split - 1) * part * tile.cells * tile.channels_out * self.tap_phases_w * self.sum_bytes
         if self.channels_last and not self.whole_pixels(tile):
-            run = _run_pitch(tile.channels_out, self.item_bytes)
+            put = math.gcd(tile.channels_out, 16 // self.item_bytes)
+            run = (tile.channels_out // put | 1) * put  # see csrc/include/epilogue/store_runs.cuh
         else:
             run = tile.cells * self.problem.stride[1] * (tile.channels_out if self.channels_last else 1)
         return max(staged, sums, part * run * self.item_bytes)
@@ -361,29 +356,23 @@ def _pitch(lanes_w: int, cells: int, halo_w: int, sum_bytes: int) -> int:
     return pitch + ((read - pitch) % (2 * read) if read * sum_bytes < 128 else 0)
 
 
-def _run_pitch(run: int, item_bytes: int) -> int:
-    """Elements from a thread's run of a stage to the next one's; see csrc/include/epilogue/store_runs.cuh."""
-    put = math.gcd(run, 16 // item_bytes)
-    return (run // put | 1) * put
-
-
-def forward_macros(problem: Problem, dtype: torch.dtype, channels_last: bool, tile: Tile) -> Macros:
+def forward_macros(layer: _Layer, tile: Tile) -> Macros:
     """Macros that specialise csrc/direct/forward.cu."""
-    p, layer = problem, _Layer(problem, dtype, channels_last, REFERENCE)
+    p, itemsize = layer.problem, layer.item_bytes
     neighbours = tile.cells * p.stride[1]
     if layer.whole_pixels(tile):
-        vector = math.gcd(16 // dtype.itemsize, neighbours * tile.channels_out, p.output_size[1] * tile.channels_out)
-    elif channels_last:
-        vector = math.gcd(16 // dtype.itemsize, tile.channels_out, layer.channels_out)
+        vector = math.gcd(16 // itemsize, neighbours * tile.channels_out, p.output_size[1] * tile.channels_out)
+    elif layer.channels_last:
+        vector = math.gcd(16 // itemsize, tile.channels_out, layer.channels_out)
     else:
-        vector = math.gcd(16 // dtype.itemsize, neighbours, p.output_size[1])
+        vector = math.gcd(16 // itemsize, neighbours, p.output_size[1])
     in_elements = p.in_pixels * max(p.in_channels, tile.planes * layer.channels_in)
     out_elements = p.out_pixels * max(p.out_channels, tile.planes * layer.channels_out)
     return {
-        "ELEMENT_T": ELEMENT_TYPES[dtype],
+        "ELEMENT_T": ELEMENT_TYPES[layer.dtype],
         "IN_CHANNELS": layer.channels_in,
         "OUT_CHANNELS": layer.channels_out,
-        "CHANNELS_LAST": int(channels_last),
+        "CHANNELS_LAST": int(layer.channels_last),
         **named_macros(tile, "depthwise lanes_w cells"),
         "TILE_H": tile.rows,
         "TILE_PHASES": tile.phases,
@@ -395,7 +384,7 @@ def forward_macros(problem: Problem, dtype: torch.dtype, channels_last: bool, ti
         "PLANE_VECTOR": tile.planes_each,
         "LOOPED": int(tile.looped),
         "WHOLE_PIXELS": int(layer.whole_pixels(tile)),
-        "LOAD_VECTOR": math.gcd(16 // dtype.itemsize, tile.channels_in, layer.channels_in),
+        "LOAD_VECTOR": math.gcd(16 // itemsize, tile.channels_in, layer.channels_in),
         "VECTOR": vector,
         "LEAST_BLOCKS": layer.least_blocks(tile),
         "SHARED_BYTES": -(-layer.shared_bytes(tile) // 512) * 512,
@@ -458,21 +447,19 @@ class DirectForward(DirectKernel):
         return replace(tile, turns=_Layer(config.problem, config.dtype, True, config.spec).loop_trips(tile))
 
     def program(self, config: Config, direction: Pass, tile: Tile) -> Program:
-        p, (cells_h, cells_w) = config.problem, cells_of(config.problem)
-        macros = forward_macros(p, config.dtype, config.channels_last, tile)
-        tiles_w, planes = -(-cells_w // (tile.lanes_w * tile.cells)), p.batch * p.groups
-        out_blocks = -(-p.group_out_channels // tile.channels_out)
-        tiles = -(-cells_h // (tile.rows * tile.turns)) * tiles_w * out_blocks
+        p, layer = config.problem, _Layer(config.problem, config.dtype, config.channels_last, config.spec)
+        macros = forward_macros(layer, tile)
+        tiles_w, plane_blocks = -(-layer.cells_w // (tile.lanes_w * tile.cells)), -(-layer.planes // tile.planes)
         params: Params = {
             "input, weight, bias, output": ("input", "weight", "bias", "output"),
-            "planes, groups": (planes, p.groups),
+            "planes, groups": (p.batch * p.groups, p.groups),
             "h_in, w_in, h_out, w_out": (*p.input_size, *p.output_size),
             "tiles_w, turns": (tiles_w, tile.turns),
             **weight_strides(p),
         }
-        grid, block = plane_grid(tiles, max(1, -(-planes // tile.planes))), (tile.threads, 1, 1)
+        grid, block = plane_grid(layer.blocks(tile) // plane_blocks, plane_blocks), (tile.threads, 1, 1)
         launch = Launch("direct/forward.cu", macros, grid, block, params, int(macros["SHARED_BYTES"]))
-        return gathering(config, "forward", [launch] if planes else [], alignment=1)
+        return gathering(config, "forward", [launch] if p.batch else [], alignment=1)
 
 
 def clock_of(config: Config) -> float:

@@ -28,7 +28,7 @@ from gemmconv.kernels.direct.patch import (
     smaller,
     taps_of,
 )
-from gemmconv.kernels.integers import even_share, power_of_two_within, up_to_multiple
+from gemmconv.kernels.integers import even_share, power_of_two, power_of_two_within, up_to_multiple
 from gemmconv.kernels.layout.transpose import transpose_seconds
 from gemmconv.kernels.macros import Macros, named_macros
 from gemmconv.kernels.program import (
@@ -68,9 +68,8 @@ class InputGradTile(Tile):
 
     def weight_bytes(self, output_channels: int) -> int:
         """Bytes of shared memory for the weights of as many output channels."""
-        pitch = self.channels if self.channels <= 2 else 4 if self.channels <= 4 else 8
-        weights = self.planes * output_channels * math.prod(self.taps) * self.channel_threads * pitch
-        return weights * self.sum_bytes
+        weights = self.planes * output_channels * math.prod(self.taps) * self.channel_threads
+        return weights * power_of_two(self.channels) * self.sum_bytes
 
     @property
     def patch_bytes(self) -> int:

@@ -128,10 +128,7 @@ class WeightGradTile(Tile):
 
 @lru_cache(maxsize=1024)
 def weight_grad_tile(
-    problem: Problem,
-    itemsize: int,
-    input_grad: bool = False,
-    multiprocessors: int = REFERENCE.multiprocessors,
+    problem: Problem, itemsize: int, input_grad: bool = False, multiprocessors: int = REFERENCE.multiprocessors
 ) -> WeightGradTile:
     """The tile for a problem: as many sums a thread as registers hold, then warps that share what is staged.
 
