@@ -281,43 +281,8 @@ class _Layer:
 
     def cost(self, tile: Tile) -> _Cost:
         """The cost of a block of a tile, which does not depend on the problem's sizes."""
-        threads, (instructions, wavefronts) = tile.threads, self.cost_of_thread(tile)
-        stages = -(-self.tap_phases_h // tile.phases) * -(-self.channels_in // tile.channels_in)
-        patch, weights = self.staged_elements(tile)
-        staged = stages * _COST.staged_instructions * patch / threads
-        instructions += staged
-        wavefronts += _COST.staged_wavefronts * staged
-
-        # A block alone: it waits for its loads, then computes.
-        warps = threads / 32
-        loads = -(-patch // (16 * threads)) + 1 + weights / (4 * threads)
-        latency = _COST.channels_last_latency_cycles if self.channels_last else _COST.latency_cycles
-        alone = stages * (latency * loads + _COST.chunk_cycles) + max(_COST.alone_cycles, warps / 4) * instructions
-
-        shared_bytes = self.shared_bytes(tile) + 1024  # the system reserves 1 KiB a block
-        held = min(self.least_blocks(tile), REFERENCE.shared_bytes // shared_bytes, 2048 // threads)
-        # The fewer warps, the more cycles pass in which none can issue.
-        issue = instructions / 4 / min(1.0, _COST.warp_issue_share * held * warps)
-        hidden = _COST.hidden_share
-        together = issue + hidden * wavefronts if issue > wavefronts else wavefronts + hidden * issue
-
-        # Stores cost more the fewer contiguous bytes they have.
-        run = tile.lanes_w * tile.cells * self.problem.stride[1]
-        stored = tile.planes * tile.channels_out * tile.rows * self.problem.stride[0] * run
-        moved = stored * self.item_bytes / (_COST.bytes_a_cycle * self.bytes_ratio)
-        if self.channels_last:  # sectors of which a block stores a part cost more; rows of bias alone are whole pixels
-            neighbours = tile.planes if tile.channels_out == self.channels_out else 1
-            parts = neighbours * tile.channels_out * self.item_bytes % 32 > 0 and not self.whole_pixels(tile)
-            apart = _COST.parts_apart_bytes if parts else _COST.apart_bytes
-            apart *= self.tap_phases_h / self.problem.stride[0]
-            moved *= 1 + apart / (tile.planes * tile.channels_out * self.item_bytes)
-        else:
-            moved *= 1 + _COST.run_bytes / (run * self.item_bytes)
-        return _Cost(held, alone, warps * together, moved)
-
-    def cost_of_thread(self, tile: Tile) -> tuple[float, float]:
-        """Instructions of a thread, and its cycles of shared memory, without staging."""
-        kernel_h, kernel_w = self.problem.kernel_size
+        # Instructions of a thread, and its cycles of shared memory.
+        threads, (kernel_h, kernel_w) = tile.threads, self.problem.kernel_size
         passes = -(-self.tap_phases_h // tile.phases)
         tap_rows = passes * -(-kernel_h // self.tap_phases_h) * -(-self.channels_in // tile.split)
         quads = -(-kernel_w * tile.channels_out // 4)
@@ -335,7 +300,37 @@ class _Layer:
             pieces = pixels * (lines if self.whole_pixels(tile) else max(1.0, lines))
             instructions += _COST.pixel_instructions * pixels * tile.channels_out
             wavefronts += tap_rows * quads * double + _COST.piece_wavefronts * 32 * pieces
-        return instructions, wavefronts
+        # Staging adds to both.
+        stages, (patch, weights) = passes * -(-self.channels_in // tile.channels_in), self.staged_elements(tile)
+        staged = stages * _COST.staged_instructions * patch / threads
+        instructions += staged
+        wavefronts += _COST.staged_wavefronts * staged
+
+        # A block alone: it waits for its loads, then computes.
+        warps = threads / 32
+        loads = -(-patch // (16 * threads)) + 1 + weights / (4 * threads)
+        latency = _COST.channels_last_latency_cycles if self.channels_last else _COST.latency_cycles
+        alone = stages * (latency * loads + _COST.chunk_cycles) + max(_COST.alone_cycles, warps / 4) * instructions
+
+        shared_bytes = self.shared_bytes(tile) + 1024  # the system reserves 1 KiB a block
+        held = min(self.least_blocks(tile), REFERENCE.shared_bytes // shared_bytes, 2048 // threads)
+        # The fewer warps, the more cycles pass in which none can issue.
+        issue = instructions / 4 / min(1.0, _COST.warp_issue_share * held * warps)
+        together = max(issue, wavefronts) + _COST.hidden_share * min(issue, wavefronts)
+
+        # Stores cost more the fewer contiguous bytes they have.
+        run = tile.lanes_w * tile.cells * self.problem.stride[1]
+        stored = tile.planes * tile.channels_out * tile.rows * self.problem.stride[0] * run
+        moved = stored * self.item_bytes / (_COST.bytes_a_cycle * self.bytes_ratio)
+        if self.channels_last:  # sectors of which a block stores a part cost more; rows of bias alone are whole pixels
+            neighbours = tile.planes if tile.channels_out == self.channels_out else 1
+            parts = neighbours * tile.channels_out * self.item_bytes % 32 > 0 and not self.whole_pixels(tile)
+            apart = _COST.parts_apart_bytes if parts else _COST.apart_bytes
+            apart *= self.tap_phases_h / self.problem.stride[0]
+            moved *= 1 + apart / (tile.planes * tile.channels_out * self.item_bytes)
+        else:
+            moved *= 1 + _COST.run_bytes / (run * self.item_bytes)
+        return _Cost(held, alone, warps * together, moved)
 
 
 class _Cost(NamedTuple):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -90,8 +91,7 @@ class Tile:
         """Blocks that a multiprocessor is to have registers for."""
         steps, pixels = self.planes // 8, self.rows * 8
         multiplied = 8 * -(-self.planes // 16) + 4 * steps + 2 * steps * self.problem.kernel_size[0]
-        strides, dilations = self.problem.stride, self.problem.dilation
-        if any(dilation > math.gcd(stride, dilation) for stride, dilation in zip(strides, dilations, strict=True)):
+        if any(map(operator.mod, self.problem.stride, self.problem.dilation)):
             multiplied += _SCATTERED_REGISTERS
         by_registers = REGISTERS // (self.threads * (self.sums + pixels + multiplied + _ADDRESS_REGISTERS))
         return max(1, min(4, by_registers, REFERENCE.shared_bytes // (self.shared_bytes + 1024)))

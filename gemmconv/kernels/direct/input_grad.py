@@ -72,13 +72,8 @@ class InputGradTile(Tile):
         return weights * power_of_two(self.channels) * self.sum_bytes
 
     @property
-    def patch_bytes(self) -> int:
-        """Bytes of shared memory for the patch."""
-        return self.patch.elements * self.sum_bytes
-
-    @property
     def shared_bytes(self) -> int:
-        return self.patch_bytes + self.weight_bytes(self.chunk_channels)
+        return self.patch.elements * self.sum_bytes + self.weight_bytes(self.chunk_channels)
 
     @property
     def sum_words(self) -> int:
@@ -158,8 +153,8 @@ def input_grad_macros(tile: InputGradTile, dtype: torch.dtype) -> Macros:
     """Macros that specialise csrc/direct/input_grad.cu."""
     channels_out = tile.problem.group_out_channels
     one_chunk_of_taps = tile.taps == tile.problem.kernel_size
-    weight_bytes = tile.weight_bytes(channels_out)
-    weights_once = one_chunk_of_taps and weight_bytes <= min(_WEIGHTS, STATIC_SHARED - tile.patch_bytes)
+    beside_patch = STATIC_SHARED - tile.patch.elements * tile.sum_bytes
+    weights_once = one_chunk_of_taps and tile.weight_bytes(channels_out) <= min(_WEIGHTS, beside_patch)
     several_chunks = tile.chunk_channels < channels_out or not one_chunk_of_taps
     geometry = problem_macros(tile.problem, dtype)
     return {
