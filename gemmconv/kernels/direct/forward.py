@@ -13,7 +13,6 @@ import torch
 
 from gemmconv.device import REFERENCE, REGISTERS, DeviceSpec
 from gemmconv.geometry import Pair, Problem
-from gemmconv.hashing import cached_property
 from gemmconv.kernels.base import Config, Kernel, Pass, accumulator_dtype
 from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.direct.menu import menu_of, samples
@@ -61,7 +60,7 @@ class Tile:
     turns: int = 1  # loop trips of a block over tiles below each other, in depthwise tiles (the name is in tuned files)
     looped: bool = False  # whether the kernel has that loop
 
-    @cached_property
+    @property
     def threads(self) -> int:
         return self.lanes_w * self.rows // self.rows_each * self.phases * self.planes // self.planes_each * self.split
 
@@ -216,11 +215,12 @@ class _Layer:
     def fitting(self, shape: _Shape) -> Tile | None:
         """The tile of a shape with as many input channels at a time as fit, at most 16; None if not even one fits."""
         lanes_w, cells, rows, phases, planes, channels_out, split = shape
-        channels = min(self.channels_in, 16)
-        for channels_in in (channels >> halvings for halvings in range(channels.bit_length())):
+        channels_in = min(self.channels_in, 16)
+        while channels_in > 0:
             tile = Tile(False, lanes_w, cells, rows, phases, planes, channels_in, channels_out, split)
             if self.shared_bytes(tile) <= SHARED_BYTES:
                 return tile
+            channels_in //= 2
         return None
 
     def registers(self, cells: int, channels_out: int) -> int:
@@ -256,9 +256,11 @@ class _Layer:
             quads = kernel_h * -(-kernel_w * tile.planes_each // 4) | 1
             stage = 0 if self.channels_last else tile.threads * tile.cells * self.problem.stride[1] * self.item_bytes
             return tile.planes // tile.planes_each * quads * 4 * self.sum_bytes + stage
-        patch, weights = self.staged_elements(tile)
+        return self._gathering_bytes(tile, *self.staged_elements(tile))
+
+    def _gathering_bytes(self, tile: Tile, patch: int, weights: int) -> int:
+        """Shared memory for elements of patch and weights, which partial sums and outputs reuse."""
         staged = -(-patch * self.sum_bytes // 16) * 16 + weights * self.sum_bytes
-        # Partial sums, then outputs, reuse the memory of patch and weights.
         part = tile.threads // tile.split
         sums = (tile.split - 1) * part * tile.cells * tile.channels_out * self.tap_phases_w * self.sum_bytes
         if self.channels_last and not self.whole_pixels(tile):
@@ -312,7 +314,7 @@ class _Layer:
         latency = _COST.channels_last_latency_cycles if self.channels_last else _COST.latency_cycles
         alone = stages * (latency * loads + _COST.chunk_cycles) + max(_COST.alone_cycles, warps / 4) * instructions
 
-        shared_bytes = self.shared_bytes(tile) + 1024  # the system reserves 1 KiB a block
+        shared_bytes = self._gathering_bytes(tile, patch, weights) + 1024  # the system reserves 1 KiB a block
         held = min(self.least_blocks(tile), REFERENCE.shared_bytes // shared_bytes, 2048 // threads)
         # The fewer warps, the more cycles pass in which none can issue.
         issue = instructions / 4 / min(1.0, _COST.warp_issue_share * held * warps)
@@ -414,7 +416,7 @@ class DirectKernel(Kernel):
             return f"float32 outputs must be sums of at most {LONGEST_SUM} products, got {longest}"
         if max(p.in_pixels, p.out_pixels, p.batch * p.groups) > INT32_MAX:
             return "images must have less than 2**31 pixels"
-        if direction == "grads" and not (math.prod(p.weight_shape) and math.prod(p.input_shape)):
+        if direction == "grads" and not p.batch:
             return "tensors must have elements"
         return super().why_not_sizes(config, direction)
 

@@ -139,7 +139,7 @@ def gradients_program(config: Config, slices: int, vector: int, main: Launch, di
     """The program of a launch that computes the weight's gradient in NCHW, or both; ``vector``: elements of a load."""
     nchw, grad_weight = torch.contiguous_format, grad_weight_of(config.problem)
     operands = Operand("grad_output", nchw, vector * config.dtype.itemsize), Operand("input", nchw)
-    if not config.problem.batch:
+    if not config.problem.batch:  # which both gradients decline
         return Program(config.dtype, operands, (grad_weight,), (clearing(config, grad_weight),))
     if direction == "weight_grad":
         return with_partials(config, slices, operands, (), main)
