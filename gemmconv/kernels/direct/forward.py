@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from gemmconv.device import REFERENCE, REGISTERS, DeviceSpec
-from gemmconv.geometry import Problem
+from gemmconv.geometry import Pair, Problem
 from gemmconv.kernels.base import Config, Kernel, Pass, accumulator_dtype
 from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.direct.menu import menu_of, samples
@@ -123,12 +123,11 @@ class _Layer:
 
         None if it does not fit shared memory.
         """
-        stride_w = self.problem.stride[1]
-        planes_each = math.gcd(self.problem.groups, 16 // self.sum_bytes) if self.channels_last else 1
         if self.channels_last:
+            planes_each = math.gcd(self.problem.groups, 16 // self.sum_bytes)
             cells = 2 if 2 * self.tap_phases_w * planes_each <= _MOST_PAIR_SUMS else 1
         else:
-            cells = max(1, 16 // self.item_bytes // power_of_two(stride_w))
+            planes_each, cells = 1, max(1, 16 // self.item_bytes // power_of_two(self.problem.stride[1]))
         while cells > 1 and cells >= 2 * self.cells_w:
             cells //= 2
         sum_bytes = self.tap_phases_w * self.sum_bytes
@@ -137,24 +136,19 @@ class _Layer:
         window = (2 + self.halo_h) * (cells + self.halo_w)
         rows_each = 2 if not self.channels_last and window <= 48 and self.cells_h > 1 else 1
 
-        threads = 256
-        neighbours = math.gcd(self.problem.groups, 32 * planes_each) if self.channels_last else 1
-        across = -(-self.cells_w // cells)
-        lanes_w = power_of_two(across)
+        threads, across = 256, -(-self.cells_w // cells)
+        lanes_w, rows = power_of_two(across), power_of_two(-(-self.cells_h // rows_each))
         if self.channels_last:
-            lanes_w = min(lanes_w, max(1, threads // 4 * planes_each // neighbours))
-        elif lanes_w > _LANES[0]:
-            lanes_w = min(_LANES, key=lambda lanes: (-(-across // lanes) * (lanes + 4), -lanes))
-        plane_threads = neighbours // planes_each
-        most_rows = max(1, threads // (lanes_w * plane_threads))
-        most_rows = most_rows if self.channels_last else min(_MOST_ROWS, most_rows)
-        rows = min(power_of_two(-(-self.cells_h // rows_each)), most_rows)
-        planes = neighbours
-        if not self.channels_last:
+            planes = math.gcd(self.problem.groups, 32 * planes_each)  # neighbours
+            plane_threads = planes // planes_each
+            lanes_w = min(lanes_w, max(1, threads // 4 // plane_threads))
+            rows = min(rows, max(1, threads // (lanes_w * plane_threads)))
+        else:
+            if lanes_w > _LANES[0]:
+                lanes_w = min(_LANES, key=lambda lanes: (-(-across // lanes) * (lanes + 4), -lanes))
+            rows = min(rows, _MOST_ROWS, max(1, threads // lanes_w))
             planes = min(power_of_two(self.planes), max(1, threads // (lanes_w * rows)))
-        tile = Tile(
-            True, lanes_w, cells, rows * rows_each, 1, planes, 1, 1, rows_each=rows_each, planes_each=planes_each
-        )
+        tile = Tile(True, lanes_w, cells, rows * rows_each, 1, planes, 1, 1, 1, rows_each, planes_each)
         few = self.blocks(tile) < 2 * self.spec.multiprocessors
         while few and tile.threads > 64:
             if not self.channels_last and tile.planes > 1:
@@ -240,18 +234,15 @@ class _Layer:
         """Blocks that a multiprocessor must be able to hold, which limits the registers of a thread."""
         if tile.depthwise:
             return 1
-        return max(1, REGISTERS // (tile.threads * self.register_bound(tile)))
-
-    def register_bound(self, tile: Tile) -> int:
-        """The register limit of a thread, one of ``_REGISTERS``."""
         registers = self.registers(tile.cells, tile.channels_out)
-        return next((most for most in _REGISTERS if registers <= most - 8), _REGISTERS[-1])
+        limit = next((most for most in _REGISTERS if registers <= most - 8), _REGISTERS[-1])
+        return max(1, REGISTERS // (tile.threads * limit))
 
     def blocks(self, tile: Tile) -> int:
         spatial = -(-self.cells_h // (tile.rows * tile.turns)) * -(-self.cells_w // (tile.lanes_w * tile.cells))
         return spatial * -(-self.planes // tile.planes) * -(-self.channels_out // tile.channels_out)
 
-    def staged_elements(self, tile: Tile) -> tuple[int, int]:
+    def staged_elements(self, tile: Tile) -> Pair:
         """Elements of the patch, with its padding, and of the weights, in quads; see csrc/direct/forward.cu."""
         pitch = _pitch(tile.lanes_w, tile.cells, self.halo_w, self.sum_bytes)
         kernel_h, kernel_w = self.problem.kernel_size
@@ -265,21 +256,19 @@ class _Layer:
             quads = kernel_h * -(-kernel_w * tile.planes_each // 4) | 1
             stage = 0 if self.channels_last else tile.threads * tile.cells * self.problem.stride[1] * self.item_bytes
             return tile.planes // tile.planes_each * quads * 4 * self.sum_bytes + stage
-        return max(self._staged_bytes(*self.staged_elements(tile)), self._other_bytes(tile))
+        return self._gathering_bytes(tile, *self.staged_elements(tile))
 
-    def _staged_bytes(self, patch: int, weights: int) -> int:
-        """Bytes of shared memory for so many elements of the patch and of the weights."""
-        return -(-patch * self.sum_bytes // 16) * 16 + weights * self.sum_bytes
-
-    def _other_bytes(self, tile: Tile) -> int:
-        """Bytes of shared memory for partial sums or for outputs, which reuse the memory of patch and weights."""
+    def _gathering_bytes(self, tile: Tile, patch: int, weights: int) -> int:
+        """Shared memory for elements of patch and weights, which partial sums and outputs reuse."""
+        staged = -(-patch * self.sum_bytes // 16) * 16 + weights * self.sum_bytes
         part = tile.threads // tile.split
         sums = (tile.split - 1) * part * tile.cells * tile.channels_out * self.tap_phases_w * self.sum_bytes
         if self.channels_last and not self.whole_pixels(tile):
-            run = _run_pitch(tile.channels_out, self.item_bytes)
+            put = math.gcd(tile.channels_out, 16 // self.item_bytes)
+            run = (tile.channels_out // put | 1) * put  # see csrc/include/epilogue/store_runs.cuh
         else:
             run = tile.cells * self.problem.stride[1] * (tile.channels_out if self.channels_last else 1)
-        return max(sums, part * run * self.item_bytes)
+        return max(staged, sums, part * run * self.item_bytes)
 
     def whole_pixels(self, tile: Tile) -> bool:
         """Whether a tile has all channels of its pixels, and these are neighbours in memory."""
@@ -294,9 +283,27 @@ class _Layer:
 
     def cost(self, tile: Tile) -> _Cost:
         """The cost of a block of a tile, which does not depend on the problem's sizes."""
-        threads, (instructions, wavefronts, most_threads) = tile.threads, self.cost_of_thread(tile)
-        stages = -(-self.tap_phases_h // tile.phases) * -(-self.channels_in // tile.channels_in)
-        patch, weights = self.staged_elements(tile)
+        # Instructions of a thread, and its cycles of shared memory.
+        threads, (kernel_h, kernel_w) = tile.threads, self.problem.kernel_size
+        passes = -(-self.tap_phases_h // tile.phases)
+        tap_rows = passes * -(-kernel_h // self.tap_phases_h) * -(-self.channels_in // tile.split)
+        quads = -(-kernel_w * tile.channels_out // 4)
+        vector = min(tile.cells, 16 // self.sum_bytes)
+        windows = -(-(tile.cells + self.halo_w) // vector)
+        double = self.sum_bytes / 4
+        slower = double * REFERENCE.fp32_per_clock / self.spec.fp32_per_clock
+        products = tile.cells * tile.channels_out * kernel_w * slower
+        instructions = tap_rows * (products + quads + windows + _COST.row_instructions) + _COST.block_instructions
+        wavefronts = tap_rows * (quads + windows * vector) * double
+        if self.channels_last:
+            # L1 takes longer for weights, and for each piece of memory that a warp stores to: the channels of a pixel.
+            pixels = self.tap_phases_h * self.problem.stride[1] * tile.cells / (tile.phases * tile.split)
+            lines = tile.channels_out * self.item_bytes / 128
+            pieces = pixels * (lines if self.whole_pixels(tile) else max(1.0, lines))
+            instructions += _COST.pixel_instructions * pixels * tile.channels_out
+            wavefronts += tap_rows * quads * double + _COST.piece_wavefronts * 32 * pieces
+        # Staging adds to both.
+        stages, (patch, weights) = passes * -(-self.channels_in // tile.channels_in), self.staged_elements(tile)
         staged = stages * _COST.staged_instructions * patch / threads
         instructions += staged
         wavefronts += _COST.staged_wavefronts * staged
@@ -307,13 +314,11 @@ class _Layer:
         latency = _COST.channels_last_latency_cycles if self.channels_last else _COST.latency_cycles
         alone = stages * (latency * loads + _COST.chunk_cycles) + max(_COST.alone_cycles, warps / 4) * instructions
 
-        shared_bytes = max(self._staged_bytes(patch, weights), self._other_bytes(tile))
-        shared_bytes += 1024  # the system reserves 1 KiB a block
-        held = min(max(1, most_threads // threads), REFERENCE.shared_bytes // shared_bytes, 2048 // threads)
+        shared_bytes = self._gathering_bytes(tile, patch, weights) + 1024  # the system reserves 1 KiB a block
+        held = min(self.least_blocks(tile), REFERENCE.shared_bytes // shared_bytes, 2048 // threads)
         # The fewer warps, the more cycles pass in which none can issue.
         issue = instructions / 4 / min(1.0, _COST.warp_issue_share * held * warps)
-        hidden = _COST.hidden_share
-        together = issue + hidden * wavefronts if issue > wavefronts else wavefronts + hidden * issue
+        together = max(issue, wavefronts) + _COST.hidden_share * min(issue, wavefronts)
 
         # Stores cost more the fewer contiguous bytes they have.
         run = tile.lanes_w * tile.cells * self.problem.stride[1]
@@ -328,33 +333,6 @@ class _Layer:
         else:
             moved *= 1 + _COST.run_bytes / (run * self.item_bytes)
         return _Cost(held, alone, warps * together, moved)
-
-    def cost_of_thread(self, tile: Tile) -> tuple[float, float, int]:
-        """The part of the cost that does not depend on the number of threads.
-
-        Returns instructions and cycles of shared memory without staging, and the most threads that a multiprocessor
-        holds.
-        """
-        kernel_h, kernel_w = self.problem.kernel_size
-        passes = -(-self.tap_phases_h // tile.phases)
-        tap_rows = passes * -(-kernel_h // self.tap_phases_h) * -(-self.channels_in // tile.split)
-        quads = -(-kernel_w * tile.channels_out // 4)
-        vector = min(tile.cells, 16 // self.sum_bytes)
-        windows = -(-(tile.cells + self.halo_w) // vector)
-        double = self.sum_bytes / 4
-        products = (
-            tile.cells * tile.channels_out * kernel_w * double * REFERENCE.fp32_per_clock / self.spec.fp32_per_clock
-        )
-        instructions = tap_rows * (products + quads + windows + _COST.row_instructions) + _COST.block_instructions
-        wavefronts = tap_rows * (quads + windows * vector) * double
-        if self.channels_last:
-            # L1 takes longer for weights, and for each piece of memory that a warp stores to: the channels of a pixel.
-            pixels = self.tap_phases_h * self.problem.stride[1] * tile.cells / (tile.phases * tile.split)
-            lines = tile.channels_out * self.item_bytes / 128
-            pieces = pixels * (lines if self.whole_pixels(tile) else max(1.0, lines))
-            instructions += _COST.pixel_instructions * pixels * tile.channels_out
-            wavefronts += tap_rows * quads * double + _COST.piece_wavefronts * 32 * pieces
-        return instructions, wavefronts, REGISTERS // self.register_bound(tile)
 
 
 class _Cost(NamedTuple):
@@ -375,29 +353,23 @@ def _pitch(lanes_w: int, cells: int, halo_w: int, sum_bytes: int) -> int:
     return pitch + ((read - pitch) % (2 * read) if read * sum_bytes < 128 else 0)
 
 
-def _run_pitch(run: int, item_bytes: int) -> int:
-    """Elements from a thread's run of a stage to the next one's; see csrc/include/epilogue/store_runs.cuh."""
-    put = math.gcd(run, 16 // item_bytes)
-    return (run // put | 1) * put
-
-
-def forward_macros(problem: Problem, dtype: torch.dtype, channels_last: bool, tile: Tile) -> Macros:
+def forward_macros(layer: _Layer, tile: Tile) -> Macros:
     """Macros that specialise csrc/direct/forward.cu."""
-    p, layer = problem, _Layer(problem, dtype, channels_last, REFERENCE)
+    p, itemsize = layer.problem, layer.item_bytes
     neighbours = tile.cells * p.stride[1]
     if layer.whole_pixels(tile):
-        vector = math.gcd(16 // dtype.itemsize, neighbours * tile.channels_out, p.output_size[1] * tile.channels_out)
-    elif channels_last:
-        vector = math.gcd(16 // dtype.itemsize, tile.channels_out, layer.channels_out)
+        vector = math.gcd(16 // itemsize, neighbours * tile.channels_out, p.output_size[1] * tile.channels_out)
+    elif layer.channels_last:
+        vector = math.gcd(16 // itemsize, tile.channels_out, layer.channels_out)
     else:
-        vector = math.gcd(16 // dtype.itemsize, neighbours, p.output_size[1])
+        vector = math.gcd(16 // itemsize, neighbours, p.output_size[1])
     in_elements = p.in_pixels * max(p.in_channels, tile.planes * layer.channels_in)
     out_elements = p.out_pixels * max(p.out_channels, tile.planes * layer.channels_out)
     return {
-        "ELEMENT_T": ELEMENT_TYPES[dtype],
+        "ELEMENT_T": ELEMENT_TYPES[layer.dtype],
         "IN_CHANNELS": layer.channels_in,
         "OUT_CHANNELS": layer.channels_out,
-        "CHANNELS_LAST": int(channels_last),
+        "CHANNELS_LAST": int(layer.channels_last),
         **named_macros(tile, "depthwise lanes_w cells"),
         "TILE_H": tile.rows,
         "TILE_PHASES": tile.phases,
@@ -409,7 +381,7 @@ def forward_macros(problem: Problem, dtype: torch.dtype, channels_last: bool, ti
         "PLANE_VECTOR": tile.planes_each,
         "LOOPED": int(tile.looped),
         "WHOLE_PIXELS": int(layer.whole_pixels(tile)),
-        "LOAD_VECTOR": math.gcd(16 // dtype.itemsize, tile.channels_in, layer.channels_in),
+        "LOAD_VECTOR": math.gcd(16 // itemsize, tile.channels_in, layer.channels_in),
         "VECTOR": vector,
         "LEAST_BLOCKS": layer.least_blocks(tile),
         "SHARED_BYTES": -(-layer.shared_bytes(tile) // 512) * 512,
@@ -444,7 +416,7 @@ class DirectKernel(Kernel):
             return f"float32 outputs must be sums of at most {LONGEST_SUM} products, got {longest}"
         if max(p.in_pixels, p.out_pixels, p.batch * p.groups) > INT32_MAX:
             return "images must have less than 2**31 pixels"
-        if direction == "grads" and not (math.prod(p.weight_shape) and math.prod(p.input_shape)):
+        if direction == "grads" and not p.batch:
             return "tensors must have elements"
         return super().why_not_sizes(config, direction)
 
@@ -472,21 +444,19 @@ class DirectForward(DirectKernel):
         return replace(tile, turns=_Layer(config.problem, config.dtype, True, config.spec).loop_trips(tile))
 
     def program(self, config: Config, direction: Pass, tile: Tile) -> Program:
-        p, (cells_h, cells_w) = config.problem, cells_of(config.problem)
-        macros = forward_macros(p, config.dtype, config.channels_last, tile)
-        tiles_w, planes = -(-cells_w // (tile.lanes_w * tile.cells)), p.batch * p.groups
-        out_blocks = -(-p.group_out_channels // tile.channels_out)
-        tiles = -(-cells_h // (tile.rows * tile.turns)) * tiles_w * out_blocks
+        p, layer = config.problem, _Layer(config.problem, config.dtype, config.channels_last, config.spec)
+        macros = forward_macros(layer, tile)
+        tiles_w, plane_blocks = -(-layer.cells_w // (tile.lanes_w * tile.cells)), -(-layer.planes // tile.planes)
         params: Params = {
             "input, weight, bias, output": ("input", "weight", "bias", "output"),
-            "planes, groups": (planes, p.groups),
+            "planes, groups": (p.batch * p.groups, p.groups),
             "h_in, w_in, h_out, w_out": (*p.input_size, *p.output_size),
             "tiles_w, turns": (tiles_w, tile.turns),
             **weight_strides(p),
         }
-        grid, block = plane_grid(tiles, max(1, -(-planes // tile.planes))), (tile.threads, 1, 1)
+        grid, block = plane_grid(layer.blocks(tile) // plane_blocks, plane_blocks), (tile.threads, 1, 1)
         launch = Launch("direct/forward.cu", macros, grid, block, params, int(macros["SHARED_BYTES"]))
-        return gathering(config, "forward", [launch] if planes else [], alignment=1)
+        return gathering(config, "forward", [launch] if p.batch else [], alignment=1)
 
 
 def clock_of(config: Config) -> float:

@@ -20,7 +20,7 @@ from gemmconv.kernels.base import Config, Pass
 from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.direct.forward import DirectKernel, clock_of
 from gemmconv.kernels.direct.menu import menu_of, samples
-from gemmconv.kernels.integers import power_of_two
+from gemmconv.kernels.integers import even_share, power_of_two, up_to_multiple
 from gemmconv.kernels.macros import ELEMENT_TYPES, TENSOR_CORE_TYPES, Macros, geometry_macros, named_macros, table
 from gemmconv.kernels.phases import cells_of, phase_shifts, reach_of
 from gemmconv.kernels.program import MAX_GRID_Y, Launch, Params, Program, gathering, weight_strides
@@ -42,6 +42,7 @@ _MOST = 4  # tiles of a menu
 _ALIGNED = 8  # pixels: widths that are as far beyond a multiple of them are loaded and stored alike
 
 Shift = Pair  # from a cell to an input, per axis
+_Shifts = tuple[frozenset[int], ...]  # those along an axis, of each of several phases
 
 
 @dataclass(frozen=True)
@@ -102,17 +103,17 @@ class Tile:
         """The M tiles that any step is for: those that take registers."""
         return frozenset().union(*(step.m_tiles for turn in self.turns for step in turn))
 
-    @property
+    @cached_property
     def words(self) -> int:
         """Words of a pixel's channels of a group."""
         words = -(-self.problem.gemm_k * self.itemsize // 4)
-        return power_of_two(words) if words <= 8 else -(-words // 8) * 8
+        return power_of_two(words) if words <= 8 else up_to_multiple(words, 8)
 
     @property
     def pixel_pitch(self) -> int:
         """Words between pixels: up to 4, or 4 more than a multiple of 8, so that 8 pixels x 4 words lie in 32 banks."""
         words = self.groups * self.words
-        return words if words <= 4 else -(-(words + 4) // 8) * 8 - 4
+        return words if words <= 4 else up_to_multiple(words + 4, 8) - 4
 
     @cached_property
     def turns(self) -> tuple[tuple[Step, ...], ...]:
@@ -150,7 +151,7 @@ class Tile:
     def patch(self) -> Pair:
         """Rows and columns of the patch."""
         height, width = (self.size[axis] + last - first for axis, (first, last) in enumerate(self.reach))
-        return height, -(-(width + self.lead) // self.pixels) * self.pixels
+        return height, up_to_multiple(width + self.lead, self.pixels)
 
     @property
     def unroll(self) -> int:
@@ -208,7 +209,7 @@ class Tile:
     @property
     def _plane(self) -> int:
         pixels = math.prod(self.patch)
-        return (pixels + 7) // 16 * 16 + 8 if self._planar else -(-pixels // 8) * 8
+        return (pixels + 7) // 16 * 16 + 8 if self._planar else up_to_multiple(pixels, 8)
 
     @property
     def _planar(self) -> bool:
@@ -219,7 +220,7 @@ class Tile:
         """Words of a patch in shared memory."""
         if self._planar:
             return self.groups * self.words * self._plane
-        return -(-math.prod(self.patch) * self.pixel_pitch // 4) * 4
+        return up_to_multiple(math.prod(self.patch) * self.pixel_pitch, 4)
 
     @property
     def landing_words(self) -> int:
@@ -233,15 +234,15 @@ class Tile:
         """Whether the steps are unrolled, with offsets that are known when compiling."""
         return self.words >= 4 and self.pairs * self.n_tiles <= _MOST_UNROLLED
 
-    @property
+    @cached_property
     def shared_bytes(self) -> int:
         fragments = self.groups * self.warps_m * self.pairs * 512
         steps = sum(map(len, self.turns))
-        biases = self.groups * self.warps_m * -(-self.lines // 8) * 8
+        biases = self.groups * self.warps_m * up_to_multiple(self.lines, 8)
         words = self.patch_words + self.landing_words + 8 * steps + biases
         return fragments + 4 * words + self.warps_m * self.warps_n * self.stage_bytes
 
-    @property
+    @cached_property
     def blocks_resident(self) -> int:
         """Blocks that a multiprocessor is to have registers and shared memory for."""
         lines, stride = -(-self.lines // 8), self.problem.stride[1]
@@ -263,11 +264,6 @@ class Tile:
         """Tiles of an image, down and across."""
         height, width = (-(-count // size) for count, size in zip(cells_of(self.problem), self.size, strict=True))
         return height, width
-
-    @property
-    def cycles(self) -> float:
-        """:meth:`cycles_of` the tile's own problem."""
-        return self.cycles_of(self.problem)
 
     def cycles_of(self, problem: Problem) -> float:
         """Roughly the cycles that a multiprocessor takes for its share of the layer at the sizes of ``problem``.
@@ -338,7 +334,7 @@ def tile_of(problem: Problem, itemsize: int, channels_last: bool, spec: DeviceSp
     """The tile for a problem: a pure function of it. None where the channels do not fit shared memory."""
     menu = _menu(samples(problem, _ALIGNED), itemsize, channels_last, spec)
     tile = min(menu, key=lambda tile: tile.cycles_of(problem), default=None)
-    return tile and replace(tile, problem=problem, staged=is_staged(problem, itemsize, channels_last))
+    return tile and replace(tile, problem=problem)  # which has the alignment of the samples
 
 
 @lru_cache(maxsize=1024)
@@ -348,19 +344,13 @@ def _menu(problems: tuple[Problem, ...], itemsize: int, channels_last: bool, spe
     return menu_of(tiles, [[tile.cycles_of(one) for tile in tiles] for one in problems], _MOST)
 
 
-def is_staged(problem: Problem, itemsize: int, channels_last: bool) -> bool:
-    """Whether tiles are to be :attr:`Tile.staged`."""
-    sector = math.gcd(8 * problem.stride[1], problem.output_size[1]) * itemsize
-    return channels_last or sector % _SECTOR_BYTES != 0
-
-
 def tiles_of(problem: Problem, itemsize: int, channels_last: bool, spec: DeviceSpec = REFERENCE) -> Iterator[Tile]:
     """The tiles that a problem may have: those that fit registers and shared memory. None for depthwise layers."""
     if not _have_channels(problem):
         return
     p, channels_out = problem, problem.group_out_channels
     row_tiles = power_of_two(-(-cells_of(p)[1] // 8))  # of 8 cells, that a row of an image fills
-    staged = is_staged(p, itemsize, channels_last)
+    staged = channels_last or math.gcd(8 * p.stride[1], p.output_size[1]) * itemsize % _SECTOR_BYTES != 0
     for groups, channels in itertools.product(
         _neighbours(p, itemsize) if channels_last else (1,),
         {channels_out, *(c for c in (16, 32, 48, 64) if c < channels_out)},
@@ -408,27 +398,28 @@ def _m_tile_lines(stride: int, row_phases: int, channels: int) -> tuple[tuple[Pa
 def _turns(layer: Problem, row_phases: int, channels: int, words: int) -> tuple[tuple[Step, ...], ...]:
     """See :attr:`Tile.turns`."""
     lines = _m_tile_lines(layer.stride[1], row_phases, channels)
-    firsts = range(0, layer.stride[0], row_phases)
-    return tuple(tuple(_steps(layer, range(first, first + row_phases), lines, words)) for first in firsts)
-
-
-def _steps(layer: Problem, row_phases: range, m_tile_lines: tuple[tuple[Pair, ...], ...], words: int) -> Iterator[Step]:
     shifts_h, shifts_w = (phase_shifts(layer, axis) for axis in (0, 1))
-    rows = sorted(set().union(*(shifts_h[phase] for phase in row_phases)))
-    columns = sorted(set().union(*shifts_w))
-    every = [(h, w) for h in rows for w in columns]
+    of_turns = (shifts_h[first : first + row_phases] for first in range(0, len(shifts_h), row_phases))
+    return tuple(tuple(_steps(of_turn, shifts_w, lines, words)) for of_turn in of_turns)
+
+
+def _steps(
+    shifts_h: _Shifts, shifts_w: _Shifts, m_tile_lines: tuple[tuple[Pair, ...], ...], words: int
+) -> Iterator[Step]:
+    """The steps of a turn, from the shifts of its row phases and of all column phases."""
+    rows, columns = (sorted(set().union(*shifts)) for shifts in (shifts_h, shifts_w))
+    every = [*itertools.product(rows, columns)]
     count = max(1, 8 // words)
     for i in range(0, len(every), count):
         shifts = every[i : i + count]
-        padding = (None,) * (count - len(shifts))
         m_tiles = tuple(
             m
             for m, phases in enumerate(m_tile_lines)
-            if any(h in shifts_h[row_phases[rh]] and w in shifts_w[rw] for rh, rw in phases for h, w in shifts)
+            if any(h in shifts_h[rh] and w in shifts_w[rw] for rh, rw in phases for h, w in shifts)
         )
         if m_tiles:
-            for word in range(0, words, 8):
-                yield Step((*shifts, *padding), word, m_tiles)
+            padding = (None,) * (count - len(shifts))
+            yield from (Step((*shifts, *padding), word, m_tiles) for word in range(0, words, 8))
 
 
 def _neighbours(problem: Problem, itemsize: int) -> list[int]:
@@ -513,7 +504,7 @@ class DirectForwardMma(DirectKernel):
         return super().why_not_sizes(config, direction)
 
     def seconds(self, config: Config, direction: Pass, tile: Tile) -> float:
-        return _COST.launch_seconds + _COST.factor * tile.cycles / clock_of(config)
+        return _COST.launch_seconds + _COST.factor * tile.cycles_of(tile.problem) / clock_of(config)
 
     def fitted(self, config: Config, direction: Pass, tile: Tile) -> Tile | None:
         other = replace(tile, problem=config.problem)
@@ -522,7 +513,7 @@ class DirectForwardMma(DirectKernel):
     def program(self, config: Config, direction: Pass, tile: Tile) -> Program:
         p = config.problem
         tiles = p.batch * math.prod(tile.tiles)
-        grid = max(1, -(-tiles // -(-max(1, tiles) // blocks_at_once(tile)))), tile.sets, 1
+        grid = even_share(max(1, tiles), blocks_at_once(tile)), tile.sets, 1
         steps_image, rest = divmod(grid[0], math.prod(tile.tiles))
         params: Params = {
             "input, weight, bias, output": ("input", "weight", "bias", "output"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -16,12 +17,12 @@ from gemmconv.kernels.base import DEFAULT_WORKSPACE_LIMIT, Config, Pass
 from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.direct.forward import DirectKernel, slowest_elsewhere
 from gemmconv.kernels.direct.menu import menu_of, samples
-from gemmconv.kernels.direct.patch import Patch, problem_macros
+from gemmconv.kernels.direct.patch import Patch, gradients_program, problem_macros
 from gemmconv.kernels.integers import even_share, power_of_two, power_of_two_within, up_to_multiple
 from gemmconv.kernels.layout.transpose import gradients_transpose_seconds
 from gemmconv.kernels.macros import TENSOR_CORE_TYPES, Macros, named_macros
-from gemmconv.kernels.program import MAX_GRID_Y, Launch, Operand, Params, Program, grad_input_of, weight_strides
-from gemmconv.kernels.splits.reduce import partial_bytes, result_params, with_partials
+from gemmconv.kernels.program import MAX_GRID_Y, Launch, Params, Program, weight_strides
+from gemmconv.kernels.splits.reduce import partial_bytes, result_params
 
 _COST = costs_of("direct/grads_mma")
 _WARPS = 4
@@ -90,8 +91,7 @@ class Tile:
         """Blocks that a multiprocessor is to have registers for."""
         steps, pixels = self.planes // 8, self.rows * 8
         multiplied = 8 * -(-self.planes // 16) + 4 * steps + 2 * steps * self.problem.kernel_size[0]
-        strides, dilations = self.problem.stride, self.problem.dilation
-        if any(dilation > math.gcd(stride, dilation) for stride, dilation in zip(strides, dilations, strict=True)):
+        if any(map(operator.mod, self.problem.stride, self.problem.dilation)):
             multiplied += _SCATTERED_REGISTERS
         by_registers = REGISTERS // (self.threads * (self.sums + pixels + multiplied + _ADDRESS_REGISTERS))
         return max(1, min(4, by_registers, REFERENCE.shared_bytes // (self.shared_bytes + 1024)))
@@ -185,18 +185,6 @@ def tiles_of(problem: Problem, itemsize: int, multiprocessors: int = REFERENCE.m
     return [tile for tile in tiles if tile.fits]
 
 
-def grads_macros(tile: Tile, dtype: torch.dtype) -> Macros:
-    """Macros that specialise csrc/direct/grads_mma.cu."""
-    return {
-        **named_macros(tile, "rows row_warps column_warps ci_warps"),
-        "MIN_BLOCKS": tile.resident,
-        "SHARED_BYTES": tile.shared_bytes,
-        "VECTOR": tile.patch.vector,
-        "BATCH": tile.batch,
-        **problem_macros(tile.problem, dtype),
-    }
-
-
 class DirectGradsMma(DirectKernel):
     name = "direct/grads_mma"
     directions = ("grads",)
@@ -228,7 +216,14 @@ class DirectGradsMma(DirectKernel):
 
     def program(self, config: Config, direction: Pass, tile: Tile) -> Program:
         p, slices = config.problem, tile.slices(config.workspace_limit)
-        macros = grads_macros(tile, config.dtype)
+        macros: Macros = {
+            **named_macros(tile, "rows row_warps column_warps ci_warps"),
+            "MIN_BLOCKS": tile.resident,
+            "SHARED_BYTES": tile.shared_bytes,
+            "VECTOR": tile.patch.vector,
+            "BATCH": tile.batch,
+            **problem_macros(p, config.dtype),
+        }
         params: Params = {
             "grad_output, input, weight": ("grad_output", "input", "weight"),
             "grad_input": "grad_input",
@@ -241,13 +236,7 @@ class DirectGradsMma(DirectKernel):
         }
         grid, block = (tile.weight_blocks, slices, 1), (tile.threads, 1, 1)
         launch = Launch("direct/grads_mma.cu", macros, grid, block, params, tile.shared_bytes)
-        nchw = torch.contiguous_format
-        operands = (
-            Operand("grad_output", nchw, int(macros["VECTOR"]) * config.dtype.itemsize),
-            Operand("input", nchw),
-            Operand("weight", None),
-        )
-        return with_partials(config, slices, operands, (grad_input_of(config, nchw),), launch)
+        return gradients_program(config, slices, tile.patch.vector, launch, direction)
 
 
 KERNEL = DirectGradsMma()

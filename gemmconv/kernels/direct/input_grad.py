@@ -15,21 +15,20 @@ from gemmconv.kernels.base import Config, Pass
 from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.direct.forward import DirectKernel, seconds_of_parts
 from gemmconv.kernels.direct.patch import (
-    BATCH_WORDS,
     PREFETCH_WORDS,
     SHARED,
     STATIC_SHARED,
     UNROLLED,
     Patch,
     Tile,
-    column_threads_of,
     halved,
+    pixel_threads_of,
     problem_macros,
     rows_of,
     smaller,
     taps_of,
 )
-from gemmconv.kernels.integers import even_share, power_of_two_within, up_to_multiple
+from gemmconv.kernels.integers import even_share, power_of_two, power_of_two_within, up_to_multiple
 from gemmconv.kernels.layout.transpose import transpose_seconds
 from gemmconv.kernels.macros import Macros, named_macros
 from gemmconv.kernels.program import (
@@ -69,18 +68,12 @@ class InputGradTile(Tile):
 
     def weight_bytes(self, output_channels: int) -> int:
         """Bytes of shared memory for the weights of as many output channels."""
-        pitch = self.channels if self.channels <= 2 else 4 if self.channels <= 4 else 8
-        weights = self.planes * output_channels * math.prod(self.taps) * self.channel_threads * pitch
-        return weights * self.sum_bytes
-
-    @property
-    def patch_bytes(self) -> int:
-        """Bytes of shared memory for the patch."""
-        return self.patch.elements * self.sum_bytes
+        weights = self.planes * output_channels * math.prod(self.taps) * self.channel_threads
+        return weights * power_of_two(self.channels) * self.sum_bytes
 
     @property
     def shared_bytes(self) -> int:
-        return self.patch_bytes + self.weight_bytes(self.chunk_channels)
+        return self.patch.elements * self.sum_bytes + self.weight_bytes(self.chunk_channels)
 
     @property
     def sum_words(self) -> int:
@@ -124,20 +117,11 @@ def input_grad_tile(problem: Problem, itemsize: int, multiprocessors: int = REFE
     taps = taps_of(problem, UNROLLED // (rows * channels))
     channel_tiles = -(-problem.gemm_k // channels)
     channel_threads = min((4, 2, 1), key=lambda threads: up_to_multiple(channel_tiles, threads))
-    tile = InputGradTile(
-        problem,
-        itemsize,
-        rows=rows,
-        channels=channels,
-        column_threads=column_threads_of(problem, taps[1], threads // channel_threads),
-        row_threads=1,
-        planes=1,
-        channel_threads=channel_threads,
-        chunk_channels=1,
-        taps=taps,
-    )
-    tile = replace(tile, row_threads=power_of_two_within(-(-height // rows), threads // tile.threads))
-    tile = replace(tile, planes=power_of_two_within(problem.batch * problem.groups, threads // tile.threads))
+    pixel_threads = threads // channel_threads
+    row_threads, column_threads = pixel_threads_of(problem, taps[1], rows, pixel_threads)
+    planes = power_of_two_within(problem.batch * problem.groups, pixel_threads // (row_threads * column_threads))
+    pixels = rows, column_threads, row_threads, taps
+    tile = InputGradTile(problem, itemsize, *pixels, channels, planes, channel_threads, chunk_channels=1)
 
     # Room in shared memory, then blocks for every multiprocessor.
     while tile.shared_bytes > SHARED:
@@ -169,15 +153,15 @@ def input_grad_macros(tile: InputGradTile, dtype: torch.dtype) -> Macros:
     """Macros that specialise csrc/direct/input_grad.cu."""
     channels_out = tile.problem.group_out_channels
     one_chunk_of_taps = tile.taps == tile.problem.kernel_size
-    weight_bytes = tile.weight_bytes(channels_out)
-    weights_once = one_chunk_of_taps and weight_bytes <= min(_WEIGHTS, STATIC_SHARED - tile.patch_bytes)
+    beside_patch = STATIC_SHARED - tile.patch.elements * tile.sum_bytes
+    weights_once = one_chunk_of_taps and tile.weight_bytes(channels_out) <= min(_WEIGHTS, beside_patch)
     several_chunks = tile.chunk_channels < channels_out or not one_chunk_of_taps
     geometry = problem_macros(tile.problem, dtype)
     return {
         **named_macros(tile, "rows column_threads row_threads taps channels planes channel_threads chunk_channels"),
         "WEIGHTS_ONCE": int(weights_once),
         "MIN_BLOCKS": tile.resident("INDEX_64" in geometry),
-        **tile.patch.macros(several_chunks and tile.prefetches, BATCH_WORDS),
+        **tile.patch.macros(several_chunks and tile.prefetches),
         **geometry,
     }
 
@@ -197,7 +181,7 @@ class DirectInputGrad(DirectKernel):
 
     def program(self, config: Config, direction: Pass, tile: InputGradTile) -> Program:
         p, output = config.problem, grad_input_of(config, torch.contiguous_format)
-        if not math.prod(p.input_shape):
+        if not p.batch:
             operands = Operand("grad_output", None), Operand("weight", None)
             return Program(config.dtype, operands, (output,), (clearing(config, output),))
         macros = input_grad_macros(tile, config.dtype)

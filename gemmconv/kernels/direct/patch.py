@@ -15,15 +15,18 @@ import torch
 
 from gemmconv.geometry import Pair, Problem
 from gemmconv.hashing import cached_property
+from gemmconv.kernels.base import Config, Pass
 from gemmconv.kernels.direct.menu import SHORT
 from gemmconv.kernels.integers import even_share, power_of_two_within, up_to_multiple
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros
+from gemmconv.kernels.program import Launch, Operand, Program, clearing, grad_input_of, grad_weight_of
+from gemmconv.kernels.splits.reduce import with_partials
 
 STATIC_SHARED = 48 << 10  # bytes of shared memory that a kernel has without asking
 SHARED = 24 << 10  # bytes that leave room for several blocks on a multiprocessor
 _WIDEST_TAPS = 16  # kernel columns that the kernels unroll
 UNROLLED = 512  # multiply-adds of a thread for one staged channel: bounds the code
-BATCH_WORDS = 24  # registers for loads in flight while nothing is computed
+_BATCH_WORDS = 24  # registers for loads in flight while nothing is computed
 PREFETCH_WORDS = 32  # registers for loads in flight during a computation
 _VECTOR_BYTES = 16
 _MOST_STEPS = 8  # vectors of a patch row that a thread loads
@@ -42,8 +45,7 @@ class Patch:
     taps: Pair  # taps, planes: kernel taps and planes staged at once
     planes: int
     threads: int
-    # whether planes are padded so that fragments for tensor cores load without bank conflicts
-    on_tensor_cores: bool = False
+    on_tensor_cores: bool = False  # whether planes are padded: fragments load without bank conflicts then
 
     def _axis(self, axis: int) -> tuple[int, int, bool]:
         """Extent and pitch of an axis in staged positions, and whether only positions that are read are staged."""
@@ -102,9 +104,9 @@ class Patch:
         plane = self.rows * banks * bank_pitch
         return self.planes * ((plane + 3) // 8 * 8 + 4 if self.on_tensor_cores else plane)
 
-    def macros(self, prefetch: bool, most_words: int) -> Macros:
+    def macros(self, prefetch: bool, most_words: int = _BATCH_WORDS) -> Macros:
         """The macros for staging; ``most_words`` is the number of registers for loads without prefetching."""
-        loads = min(_BATCH_LOADS, most_words * 4 // (self.vector * self.itemsize))
+        loads = min(_BATCH_LOADS, min(most_words, _BATCH_WORDS) * 4 // (self.vector * self.itemsize))
         batch = even_share(self.passes, min(self.passes, max(1, loads // self.steps)))
         return {"VECTOR": self.vector, "BATCH": batch, "PREFETCH": int(prefetch)}
 
@@ -128,13 +130,20 @@ class Tile:
 
 def problem_macros(problem: Problem, dtype: torch.dtype) -> Macros:
     """Macros of the layer that the kernels of all gradients have."""
-    return {
-        "ELEMENT_T": ELEMENT_TYPES[dtype],
-        "CI": problem.gemm_k,
-        "CO": problem.group_out_channels,
-        # Twice as many elements, because tiles reach beyond the image.
-        **geometry_macros(problem, 2 * problem.image_elements // problem.groups),
-    }
+    channels = {"CI": problem.gemm_k, "CO": problem.group_out_channels}
+    elements = 2 * problem.image_elements // problem.groups  # twice as many, because tiles reach beyond the image
+    return {"ELEMENT_T": ELEMENT_TYPES[dtype], **channels, **geometry_macros(problem, elements)}
+
+
+def gradients_program(config: Config, slices: int, vector: int, main: Launch, direction: Pass) -> Program:
+    """The program of a launch that computes the weight's gradient in NCHW, or both; ``vector``: elements of a load."""
+    nchw, grad_weight = torch.contiguous_format, grad_weight_of(config.problem)
+    operands = Operand("grad_output", nchw, vector * config.dtype.itemsize), Operand("input", nchw)
+    if not config.problem.batch:  # which both gradients decline
+        return Program(config.dtype, operands, (grad_weight,), (clearing(config, grad_weight),))
+    if direction == "weight_grad":
+        return with_partials(config, slices, operands, (), main)
+    return with_partials(config, slices, (*operands, Operand("weight", None)), (grad_input_of(config, nchw),), main)
 
 
 def taps_of(problem: Problem, most: int) -> Pair:
@@ -147,14 +156,14 @@ def rows_of(height: int, most: int) -> int:
     """Rows of a thread: ``most``, but for images with few rows the number that wastes least of the height."""
     if height >= SHORT:
         return power_of_two_within(height, most)
-    return min(
-        range(1, max(1, most) + 1), key=lambda rows: (up_to_multiple(height, rows) + height // (8 * rows), -rows)
-    )
+    counts = range(max(1, most), 0, -1)
+    return min(counts, key=lambda rows: up_to_multiple(height, rows) + height // (8 * rows))
 
 
-def column_threads_of(problem: Problem, taps_w: int, most: int) -> int:
-    """Columns of a tile: few idle ones, few that neighbouring tiles read again, rows loaded in few steps.
+def pixel_threads_of(problem: Problem, taps_w: int, rows: int, most: int) -> Pair:
+    """Threads down a column of a tile, each of which has ``rows`` rows, and across a row: at most ``most`` in all.
 
+    Columns are so many that few are idle, few are read again by neighbouring tiles, and rows are loaded in few steps.
     Wide images choose between two numbers, or take less if a row would need too many steps.
     """
     (height, width), stride = problem.input_size, problem.stride[1]
@@ -167,10 +176,10 @@ def column_threads_of(problem: Problem, taps_w: int, most: int) -> int:
 
     while fewer > 1 and steps(fewer) > _MOST_STEPS:
         fewer //= 2
-    more = [
-        columns for columns in menu if fewer < columns <= min(most, 2 * width - 1) and steps(columns) <= _MOST_STEPS
-    ]
-    return min([fewer, *more], key=lambda columns: (-(-width // columns) * (columns + overlap + 4), -columns))
+    widest = min(most, 2 * width - 1)
+    more = [columns for columns in menu if fewer < columns <= widest and steps(columns) <= _MOST_STEPS]
+    across = min([fewer, *more], key=lambda columns: (-(-width // columns) * (columns + overlap + 4), -columns))
+    return power_of_two_within(-(-height // rows), most // across), across
 
 
 _AnyTile = TypeVar("_AnyTile", bound=Tile)

@@ -19,15 +19,15 @@ from gemmconv.kernels.base import Config, Pass
 from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.direct.forward import DirectKernel, slowest_elsewhere
 from gemmconv.kernels.direct.patch import (
-    BATCH_WORDS,
     PREFETCH_WORDS,
     SHARED,
     STATIC_SHARED,
     UNROLLED,
     Patch,
     Tile,
-    column_threads_of,
+    gradients_program,
     halved,
+    pixel_threads_of,
     problem_macros,
     rows_of,
     smaller,
@@ -36,18 +36,8 @@ from gemmconv.kernels.direct.patch import (
 from gemmconv.kernels.integers import power_of_two_within
 from gemmconv.kernels.layout.transpose import gradients_transpose_seconds, transpose_seconds
 from gemmconv.kernels.macros import Macros, named_macros
-from gemmconv.kernels.program import (
-    MAX_GRID_Y,
-    Launch,
-    Operand,
-    Params,
-    Program,
-    clearing,
-    grad_input_of,
-    grad_weight_of,
-    weight_strides,
-)
-from gemmconv.kernels.splits.reduce import partial_bytes, result_params, with_partials
+from gemmconv.kernels.program import MAX_GRID_Y, Launch, Params, Program, weight_strides
+from gemmconv.kernels.splits.reduce import partial_bytes, result_params
 
 _COST = costs_of("direct/weight_grad")
 _THREADS = 128  # threads of a block if there are enough tiles
@@ -138,10 +128,7 @@ class WeightGradTile(Tile):
 
 @lru_cache(maxsize=1024)
 def weight_grad_tile(
-    problem: Problem,
-    itemsize: int,
-    input_grad: bool = False,
-    multiprocessors: int = REFERENCE.multiprocessors,
+    problem: Problem, itemsize: int, input_grad: bool = False, multiprocessors: int = REFERENCE.multiprocessors
 ) -> WeightGradTile:
     """The tile for a problem: as many sums a thread as registers hold, then warps that share what is staged.
 
@@ -164,24 +151,11 @@ def weight_grad_tile(
     candidates = [(ci, co) for ci in (1, 2, 4) for co in (1, 2, 4) if ci * co <= 4]
     ci_threads, co_threads = min(candidates, key=idle_and_read_again)
     pixel_threads = _THREADS // (co_threads * ci_threads)
-    tile = WeightGradTile(
-        problem,
-        itemsize,
-        rows=rows,
-        steps=1,
-        ci_channels=ci_channels,
-        co_channels=co_channels,
-        column_threads=column_threads_of(problem, taps[1], pixel_threads),
-        row_threads=1,
-        images=1,
-        ci_threads=ci_threads,
-        co_threads=co_threads,
-        taps=taps,
-    )
-    tile = replace(tile, row_threads=power_of_two_within(-(-height // rows), pixel_threads // tile.column_threads))
-    tile = replace(tile, images=power_of_two_within(problem.batch, pixel_threads // tile.pixel_threads))
-    if tile.pixel_threads < 32:  # images that there are not take no part
-        tile = replace(tile, images=tile.images * 32 // tile.pixel_threads)
+    row_threads, column_threads = pixel_threads_of(problem, taps[1], rows, pixel_threads)
+    images = power_of_two_within(problem.batch, pixel_threads // (row_threads * column_threads))
+    images = max(images, 32 // (row_threads * column_threads))  # images that there are not take no part
+    pixels = rows, column_threads, row_threads, taps
+    tile = WeightGradTile(problem, itemsize, *pixels, 1, ci_channels, co_channels, images, ci_threads, co_threads)
 
     # Room in shared memory, then blocks for every multiprocessor.
     while tile.shared_bytes > SHARED:
@@ -231,26 +205,9 @@ def weight_grad_macros(tile: WeightGradTile, dtype: torch.dtype, input_grad: boo
         **named_macros(tile, "images ci_threads co_threads"),
         "INPUT_GRAD": int(input_grad),
         "MIN_BLOCKS": tile.resident(input_grad),
-        **patch.macros(prefetch, max(8, min(BATCH_WORDS, spare - 8))),
+        **patch.macros(prefetch, max(8, spare - 8)),
         **problem_macros(tile.problem, dtype),
     }
-
-
-def weight_grad_seconds(config: Config, tile: WeightGradTile) -> float:
-    """Estimated seconds of a weight gradient in NCHW: launches, tiles, products, and bytes that go through patches.
-
-    >>> upsampling = Problem(8, 21, 21, 1, (64, 64), (16, 16), stride=(8, 8), padding=(4, 4))
-    >>> config = Config(upsampling, torch.float32, torch.device("cuda", 0))
-    >>> seconds = weight_grad_seconds(config, weight_grad_tile(upsampling, 4))
-    >>> 2e-3 < seconds < 4e-3  # each of 16 tap rows reads its part of the patches
-    True
-    """
-    p, itemsize = config.problem, config.dtype.itemsize
-    tiles = math.prod(tile.tiles) * tile.weight_blocks
-    staged = tiles * tile.patch.elements * tile.sum_bytes
-    products = p.useful_flops / _COST.rate * (2 if itemsize == 8 else 1)
-    copied = staged / _COST.staged_rate + p.least_bytes(itemsize) / _COST.memory_rate
-    return _COST.launch_seconds + tiles * _COST.tile_seconds / config.spec.multiprocessors + products + copied
 
 
 def _share(extent: int, most: int) -> int:
@@ -268,25 +225,26 @@ class DirectWeightGrad(DirectKernel):
         return weight_grad_tile(p, config.dtype.itemsize, direction == "grads", spec.multiprocessors)
 
     def seconds(self, config: Config, direction: Pass, tile: WeightGradTile) -> float:
-        if direction == "weight_grad":
-            return weight_grad_seconds(config, tile) / slowest_elsewhere(config) + transpose_seconds(config)
-        if not tile.computes_both:
+        if direction == "grads" and not tile.computes_both:
             return math.inf
         p, itemsize = config.problem, config.dtype.itemsize
+        alone = self.tile(config, "weight_grad") if direction == "grads" else tile
+        # Launches, tiles, products, and bytes that go through patches.
+        tiles = math.prod(alone.tiles) * alone.weight_blocks
         products = p.useful_flops / _COST.rate * (2 if itemsize == 8 else 1)
+        staged = tiles * alone.patch.elements * alone.sum_bytes
+        copied = staged / _COST.staged_rate + p.least_bytes(itemsize) / _COST.memory_rate
+        seconds = _COST.launch_seconds + tiles * _COST.tile_seconds / config.spec.multiprocessors + products + copied
+        if direction == "weight_grad":
+            return seconds / slowest_elsewhere(config) + transpose_seconds(config)
         stored = math.prod(p.input_shape) * itemsize / _COST.memory_rate
-        seconds = weight_grad_seconds(config, self.tile(config, "weight_grad")) + products + stored
-        return seconds / slowest_elsewhere(config) + gradients_transpose_seconds(config)
+        return (seconds + products + stored) / slowest_elsewhere(config) + gradients_transpose_seconds(config)
 
     def workspace_bytes(self, config: Config, direction: Pass, tile: WeightGradTile) -> int:
-        return partial_bytes(config, _slices(config, tile)) if config.problem.batch else 0
+        return partial_bytes(config, _slices(config, tile))
 
     def program(self, config: Config, direction: Pass, tile: WeightGradTile) -> Program:
-        p, both, nchw = config.problem, direction == "grads", torch.contiguous_format
-        if not math.prod(p.weight_shape) or not math.prod(p.input_shape):
-            operands = Operand("grad_output", nchw), Operand("input", nchw)
-            grad_weight = grad_weight_of(p)
-            return Program(config.dtype, operands, (grad_weight,), (clearing(config, grad_weight),))
+        p, both = config.problem, direction == "grads"
         slices, (_, tiles_h, tiles_w) = _slices(config, tile), tile.tiles
         macros = weight_grad_macros(tile, config.dtype, both)
         params: Params = {
@@ -300,11 +258,7 @@ class DirectWeightGrad(DirectKernel):
         }
         grid, block = (tile.weight_blocks, slices, 1), (tile.threads, 1, 1)
         launch = Launch("direct/weight_grad.cu", macros, grid, block, params)
-        operands = Operand("grad_output", nchw, int(macros["VECTOR"]) * tile.itemsize), Operand("input", nchw)
-        if not both:
-            return with_partials(config, slices, operands, (), launch)
-        outputs = (grad_input_of(config, nchw),)
-        return with_partials(config, slices, (*operands, Operand("weight", None)), outputs, launch)
+        return gradients_program(config, slices, tile.patch.vector, launch, direction)
 
 
 KERNEL = DirectWeightGrad()
