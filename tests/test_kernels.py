@@ -254,7 +254,8 @@ class Run:
             return self.kernel.tile(self.chosen_for, self.direction)
         if isinstance(self.choice, str):
             path = (PATHS if self.operation == "forward_mma" else FUSED_PATHS)[self.choice]
-            return min((tile for tile in self.tiles if holds(path, tile)), key=lambda tile: tile.cycles)
+            of_path = (tile for tile in self.tiles if holds(path, tile))
+            return min(of_path, key=lambda tile: self.kernel.seconds(self.chosen_for, self.direction, tile))
         if isinstance(self.choice, int):
             return self.tiles[self.choice % len(self.tiles)] if self.tiles else None
         return self.choice

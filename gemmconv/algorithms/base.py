@@ -49,8 +49,8 @@ class Algorithm(ABC):
         """
         if config.device.type != "cuda":
             return 0.0
-        table = _COST.table(direction if direction in ("forward", "grads") else "gradient")
-        return table.get(self.name, 0.0)
+        tables = {"forward": _COST.table("forward"), "grads": _COST.table("grads")}
+        return tables.get(direction, _COST.table("gradient")).get(self.name, 0.0)
 
     def choice(self, config: Config, direction: Pass) -> Choice | None:
         """The tuned kernel and tile, else those with the least estimate; None if no kernel computes the pass."""
