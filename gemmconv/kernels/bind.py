@@ -20,7 +20,7 @@ from gemmconv.kernels.base import restrided
 from gemmconv.kernels.forms import Completed, Made, Tensors, completed, launches
 from gemmconv.kernels.integers import up_to_multiple
 from gemmconv.kernels.program import At, Gemm, Launch, Program, Step, TensorMapSpec, Zero
-from gemmconv.runtime import cublas, executor, launch, pool
+from gemmconv.runtime import compiler, cublas, executor, launch, pool
 
 _REGION_BYTES = 256  # alignment of regions of scratch memory
 _MOST_BOUND = 64  # most calls that are cached, one for each combination of strides
@@ -113,6 +113,11 @@ def compile_ahead(steps: Callable[[], Iterable[Launch]], device: torch.device) -
         return launch.compile_ahead(((step.source, step.macros) for step in steps()), launch.architecture(device.index))
 
     return pool.submit(work, urgent=False, at_once=True)
+
+
+def compilation_count() -> int:
+    """Kernels that this process has compiled."""
+    return len(compiler.compilation_seconds)
 
 
 def in_background(work: Callable[[], object]) -> None:

@@ -84,9 +84,8 @@ def compile_followers(position: int, module: nn.Module, tensors: Tensors) -> Non
         if why_no_kernels(tensors[0].device) is not None:
             return
         from gemmconv.kernels import bind  # needs the CUDA packages, which are there
-        from gemmconv.runtime.compiler import compilation_seconds
 
-        count = len(compilation_seconds)
+        count = bind.compilation_count()
         if chain is None:
             chain = _chains[module] = _Chain(tensors[1].dim() - 2, shape, count)
         elif chain.compilations == count:
