@@ -1,7 +1,7 @@
 """The functional interface: torch.nn.functional's names, order and defaults.
 
 All tensors of a call may be arrays of one library that speaks DLPack, such as NumPy or CuPy; then so is the result.
-Tensor subclasses are served by the protocol of torch's own functions, torch.overrides.
+For tensor subclasses gemmconv/arrays.py follows the protocol of torch's own functions, torch.overrides.
 """
 
 from __future__ import annotations

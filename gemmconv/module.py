@@ -132,10 +132,13 @@ class Layer(nn.Module):
         return self._function(input, weight, bias, *geometry, **self._settings())
 
     def _first_call(self, key: Any, arguments: Any, text: Any, input: Tensor, weight: Tensor, bias: Any) -> Any:
-        """The output of a call that no cached one serves, such as the first of a size; None for the functional form's.
+        """Runs before a call that no cached one serves, such as the first of a size.
 
-        Has other threads compile what the layers made after this one are likely to launch. ``key`` is the call's
-        signature; ``arguments`` and ``text`` are what :meth:`_arguments` returned.
+        For layers of signals and images, other threads then compile what the layers made after this one are likely to
+        launch. ``key`` is the call's signature; ``arguments`` and ``text`` are what :meth:`_arguments` returned.
+
+        Returns:
+            The output, if a subclass computes it here; None, if the functional form is to be called.
         """
         if self._axes < 3 and input.is_cuda and self.algorithm != "native":
             followers.compile_followers(self._position, self, (input, weight, bias))

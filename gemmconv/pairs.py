@@ -10,7 +10,7 @@
 A named algorithm, and a GPU for which no kernels can be compiled, go the CPU's way.
 
 An example on an H200: input ``[32, 256, 16, 16]``, float16 in NCHW, 128 output channels, kernel 4, stride 2, padding 1.
-Estimated device times in microseconds, by algorithm; host times count only where they are longer:
+Estimated device times in microseconds, by algorithm; :class:`gemmconv.selection.Seconds` says how host times count:
 
                       fused    native    gemm_col2im    direct
     input_grad         29.8      56.8           45.3     769.6
@@ -58,7 +58,7 @@ class Gradients(NamedTuple):
     """The algorithms of both gradients of a backward pass, and how their two calls are joined, if they are.
 
     They are one call (``at_once``), or two, which share a transpose of grad_output that both need. Either is done
-    between transposes of all tensors if ``via_channels_last``.
+    between transposes if ``via_channels_last``: of the weight, too, where torch's operator computes a gradient.
     """
 
     input_grad: Algorithm

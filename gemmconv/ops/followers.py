@@ -2,8 +2,8 @@
 
 Most models call their modules in the order in which these were made, and each gets a signal or an image of the size
 that the one before it returned. So the first call of a step is enough to guess the others, whose kernels are compiled
-at the same time. The module that is called first guesses again at other sizes, while kernels are still being compiled,
-except about modules of which it was wrong. Nothing but compilations depends on a guess.
+at the same time. At a new size that module guesses again, if kernels were compiled since its last guess. It makes no
+further guess about a module that was called with another size than guessed. Only compilations depend on guesses.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def register(module: nn.Module) -> int:
 def compile_followers(position: int, module: nn.Module, tensors: Tensors) -> None:
     """Have other threads guess and compile what the modules made after this one, which is called, will launch.
 
-    Does nothing if a guess was made about this module, if no kernel was compiled since its own last guess, or if the
-    machine has few cores.
+    Nothing is guessed from a module that other modules' calls were guessed for, if no kernel was compiled since the
+    module's own last guess, or if the machine has few cores.
 
     Args:
         position: position of the module.
@@ -109,13 +109,13 @@ def _forget_if_wrong(module: nn.Module, shape: torch.Size) -> None:
 
 
 def _as_images(module: Any, tensor: Any) -> Any:
-    """A layer's input or weight as that of a layer of images: with a batch, and of a signal with a height of 1."""
+    """A layer's input or weight with a batch; that of a signal gets a height of 1, as the equal image has."""
     tensor = tensor if tensor.dim() == len(module.kernel_size) + 2 else tensor.unsqueeze(0)
     return tensor if tensor.dim() == 4 else tensor.unsqueeze(-2)
 
 
 def compile_calls(calls: Sequence[Call], backward: bool, dtype: torch.dtype | None = None) -> list[Future[Any]]:
-    """Choose and compile in the background what calls and, if ``backward``, afterwards their backward passes launch.
+    """Compile in the background the kernels of calls and, if ``backward``, then those of their backward passes.
 
     ``dtype`` is the dtype of weights and biases, if calls cast them themselves.
     """

@@ -300,7 +300,7 @@ class GemmMma(Kernel):
                 work = work_of(config, direction, tile)
                 if work.shared_bytes > config.spec.shared_bytes:
                     continue
-                # Splits that fill the GPU once.
+                # Beside one part: as many parts as fill the GPU with blocks once, or twice.
                 room = tile.resident(work.parts) * config.spec.multiprocessors // work.blocks
                 for splits in {1, *(min(count, work.chunks) for count in (room, 2 * room) if room > 1)}:
                     split = replace(tile, splits=even_share(work.chunks, splits))

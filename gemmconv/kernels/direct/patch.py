@@ -1,8 +1,8 @@
 """Tiles and patches of the gradients of ``direct``, which stage grad_output in shared memory.
 
 The tile, and the outputs that each thread owns, follow from the problem, the element type and the number of
-multiprocessors alone, so sums have one order in every call. A patch is the staged area of a tile; load/patch.cuh
-computes it by equal rules and names.
+multiprocessors alone. So under one limit of the workspace sums have one order in every call. A patch is the staged area
+of a tile; load/patch.cuh computes it by equal rules and names.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Host side of csrc/direct/weight_grad.cu: the weight gradient of ``direct``, and both gradients at once.
 
-How many slices the pixels are cut into follows from the problem, the element type and the GPU's multiprocessors alone,
-as the tiles do.
+How many slices the pixels are cut into follows from the problem, the element type, the GPU's multiprocessors and the
+limit of the workspace alone. The tiles follow from the first three.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def weight_grad_tile(
     pixels = rows, column_threads, row_threads, taps
     tile = WeightGradTile(problem, itemsize, *pixels, 1, ci_channels, co_channels, images, ci_threads, co_threads)
 
-    # Room in shared memory, then blocks for every multiprocessor.
+    # Tiles become smaller until shared memory has room for them, then as small as they may be if blocks are few.
     while tile.shared_bytes > SHARED:
         if tile.rows > 4:
             tile = replace(tile, rows=rows_of(height, tile.rows // 2))
@@ -184,8 +184,8 @@ def weight_grad_tile(
 def _slices(config: Config, tile: WeightGradTile) -> int:
     """How many slices the tiles are cut into.
 
-    Two rounds of blocks, if slices then have a few tiles to pay for their end; more where sums would be
-    so long that their roundings add up; less where the partial sums would exceed the workspace.
+    There are slices for two rounds of blocks, if each then has a few tiles to pay for its end; more where sums would be
+    so long that their roundings add up; and fewer where the partial sums would exceed the workspace.
     """
     tiles, weight_blocks = math.prod(tile.tiles), tile.weight_blocks
     busy = 2 * config.spec.multiprocessors * tile.resident(False) // weight_blocks

@@ -1,7 +1,7 @@
 """How ``fused`` goes about wide rows in NCHW, of 16 bits and of TF32 (csrc/sm90/gemm_fold_rows.cu): tiles, estimates.
 
 It is for forward passes and the input gradients of stride 1, where rows of inputs are whole pieces of 16 bytes, every
-phase has a tap, the stride across is at most four, taps across reach over at most eight inputs, and the weights of some
+phase has a tap, the stride across is at most four, taps across are at most eight inputs apart, and the weights of some
 output channels, of 32 or 64 in 16 bits, fit shared memory. In 16 bits taps across are at most six and groups have at
 most 256 input channels, a multiple of 16 if there are several; in TF32 a phase across has more than one tap.
 There are no tiles for others. Words are those of the kernel's header.

@@ -351,7 +351,7 @@ class WgradNhwc(WeightGradKernel):
     dtypes = (torch.float16, torch.bfloat16)
 
     def tiles(self, config: Config, direction: Pass) -> Iterator[Tile]:
-        """The tiles that a layer may have, of the sizes that waste least."""
+        """The tiles that a layer may have, of the sizes that waste least: those that ``tune`` may measure."""
         if not _reaches(config.problem):
             return
         sizes = [size for size in _all_sizes(config.problem) if size[0] < 2 * config.problem.batch]
@@ -360,7 +360,7 @@ class WgradNhwc(WeightGradKernel):
             yield from (one for one in sized[:8] if one.possible and one.slices(config.workspace_limit) > 0)
 
     def tile(self, config: Config, direction: Pass) -> Tile | None:
-        """The tile of the layer's menu with the least estimate."""
+        """The tile of the layer's menu with the least estimate. A menu has few tiles, so few kernels are compiled."""
         problem, limit = config.problem, config.workspace_limit
         if not _reaches(problem) or problem.batch == 0 or limit < 4 * math.prod(problem.weight_shape):
             return None
