@@ -72,7 +72,7 @@ def conv_transpose2d(
     given = stride, padding, output_padding, groups, dilation, *options
     are_plain = plain.are_torch_tensors(input, weight, bias)
     key = None
-    # A repeated call: a call of the same signature was prepared before, and its checks were made then.
+    # A repeated call: one of the same signature was prepared, and checked, before.
     if are_plain and not torch.compiler.is_compiling() and (given_key := call_cache.arguments_key(given)) is not None:
         call, key = plain.find_call(input, weight, bias, given_key)
         if call is not None:
@@ -81,7 +81,7 @@ def conv_transpose2d(
     if not are_plain and arrays.are_foreign(input, weight, bias):
         named: Any = {"algorithm": algorithm, "precision": precision, "workspace_limit": workspace_limit}
         return arrays.call(conv_transpose2d, (input, weight, bias), *given[:5], **named)
-    # Types and values. Whether shapes fit together is checked by the operator, or where a call is prepared.
+    # Types and values. Whether shapes fit together is checked later, by the operator or when a call is prepared.
     validation.tensor(where, "input", input)
     validation.tensor(where, "weight", weight)
     if bias is not None:
@@ -97,23 +97,24 @@ def conv_transpose2d(
         and not torch.compiler.is_compiling()
         and torch._C._get_tracing_state() is None  # under torch.jit.trace sizes are tensors
     )
-    # The first case that holds says what computes the call. 1 to 3, and 5 but for ONNX, are for "auto" and "native":
-    #   1. on a CPU, traced, compiled or a subclass    torch's operator, but in an export, or if auto has few outputs
-    #   2. complex                                     torch's operator, which makes real tensors of them
-    #   3. eager, if torch's operator is chosen        torch's operator, without ours around it, which costs host time
-    #   4. eager                                       a prepared call, which launches kernels without the dispatcher
-    #   5. transforms, wrapper subclasses, ONNX        torch's operator, for which they have rules
-    #   6. all else                                    our operator by torch's dispatcher; also under the transforms of
-    #                                                  case 5 for a named algorithm or another precision than torch's
+    # The first case that holds computes the call. Cases 1 to 3 need algorithm "auto" or "native".
+    #   1. On a CPU, a call that is traced or compiled, or whose input is of a subclass: torch's operator. torch.export
+    #      is an exception, and so is "auto" with few output channels.
+    #   2. Complex tensors: torch's operator, which computes with their real and imaginary parts.
+    #   3. An eager call for which torch's operator is chosen: that operator, called directly to save host time.
+    #   4. A call that has a key: a prepared call, which launches kernels without torch's dispatcher.
+    #   5. An export to ONNX; also, with "auto" or "native", transforms such as vmap, and wrapper subclasses: torch's
+    #      operator, for which these have rules.
+    #   6. Any other call: our operator, by torch's dispatcher.
     if input.is_cpu and not is_eager and _is_left_to_torch_on_the_cpu(weight, groups, algorithm):  # 1
         return ops.checked_torch_conv_transpose2d(input, weight, bias, *geometry)
     if input.is_complex() and algorithm in ("auto", "native"):  # 2
         return torch.conv_transpose2d(input, weight, bias, *geometry)
-    # is_left_to_torch raises where shapes do not fit together. Without a key find_or_make caches nothing.
+    # is_left_to_torch raises an error if shapes do not fit together. find_or_make caches a call only if it has a key.
     if is_eager and (input.is_cuda or input.is_cpu) and ops.is_left_to_torch(input, weight, bias, arguments):  # 3
         call = call_cache.find_or_make(key, lambda: lambda *tensors: torch.conv_transpose2d(*tensors, *geometry))
         return call(input, weight, bias)
-    # 4. Only calls on torch's own tensors, outside of torch.compile, have a key. prepare returns None in other modes.
+    # 4. Only calls on torch's own tensors, outside of torch.compile, have a key. In some modes prepare returns None.
     if key is not None:
         call = call_cache.find_or_make(key, lambda: plain.prepare(input, weight, bias, arguments))
         if call is not None:

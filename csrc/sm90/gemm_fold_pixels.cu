@@ -1,14 +1,18 @@
 /* fused for small images, and for signals: columns are computed on tensor cores and folded in shared memory. sm_90a.
  *
- *   columns [position, line] = sum over ci of input [ci, position] weight [ci, line]
+ * For each position (a pixel of an image) and each line (a tap of an output channel) it computes the column element
  *
- * A position (one pixel of one image) is a row of the product, and a line (one tap of one output channel) a column of
- * it. A thread block takes item after item: positions of some images, or of a window of one row with those neighbours
- * that its cells read (WINDOWED), times some line blocks of LINES lines. No gaps between images or rows are multiplied.
+ *   columns[position][line] = sum over input channels ci of input[ci][position] * weight[ci][line]
  *
- * Producer warps fill two rings of buffers: slots with inputs, stages with weights (pipeline/pixels_on_m.cuh). For each
- * line block of each item, a consumer warp multiplies. Then for each fold, the columns of FOLD_OUTS output channels, it
- * writes columns to shared memory, waits for the other warps, and gathers outputs (epilogue/fold_smem.cuh).
+ * and for each output the bias plus the sum of the column elements that belong to it. A thread block does this:
+ *
+ *   for each item: positions of some images, or (WINDOWED) of a part of one long row, times some line blocks
+ *       for each line block (LINES lines) of the item:
+ *           multiply on tensor cores; sums stay in registers                         pipeline/pixels_on_m.cuh
+ *           for each fold (the lines of FOLD_OUTS output channels) of the line block:
+ *               write its columns from registers to shared memory, and wait for the other warps
+ *               gather: each thread adds up the column elements of its outputs       epilogue/fold_smem.cuh
+ * So do consumer warps. Meanwhile producer warps copy inputs into slots and weights into stages, two rings of buffers.
  *
  *   64 images of 8 x 8, 64 to 32 channels, kernel 4, stride 2, padding 1, in TF32 (the example of the host file):
  *   item        two images: 128 positions (POSITION_BLOCKS = 1), 16 for each of eight warps
@@ -17,16 +21,14 @@
  *   fold        FOLD_OUTS = 3: 48 lines x FOLD_PITCH = 132 floats, 25 KB. Three folds (kFolds), in two buffers by turns
  *   gather      128 cells, each 2 x 2 outputs of 3 channels, by 128 of 256 threads (FOLD_GROUPS = FOLD_TURNS = 1)
  *
- * Macros: those of pipeline/pixels_on_m.cuh and epilogue/fold_smem.cuh; FOLD_OUTS (a divisor of a line block's output
- * channels, their lines a multiple of 8); WHOLE_OUTS (1 if it divides all output channels); FOLD_GROUPS (groups of
- * threads, each of which gathers other output channels of a fold); FOLD_TURNS (cells of a thread, or parts of them, at
- * most). Chosen by gemmconv/kernels/sm90/gemm_fold_pixels.py.
+ * Macros: those of the two headers; FOLD_OUTS; WHOLE_OUTS (1 if FOLD_OUTS divides all output channels); FOLD_GROUPS
+ * (groups of threads, each with output channels of its own); FOLD_TURNS (cells of a thread, or parts of them, at most).
  */
 // multiply: the main loop; each_item: a loop over the thread block's items; each: a loop whose indices are constants;
 // ring_t: a place in a ring; divided: by a reciprocal; run: starts all warps; kBlockOuts: a line block's channels
 #include "pipeline/pixels_on_m.cuh"
-// gather: adds columns up and stores outputs; it checks all bounds, but its first output channel must exist;
-// cell_place_t: where a cell lies; kParts: parts of a row of a cell, one for a thread
+// gather: checks all bounds except that its first output channel exists; cell_place_t: where a cell (the outputs of one
+// stride) lies; kParts: parts of a row of a cell, one for a thread
 #include "epilogue/fold_smem.cuh"
 #include "ptx/named_barrier.cuh"
 
@@ -42,11 +44,9 @@ static_assert(FOLD_GROUPS == 1 || kPositions * kParts <= kGroupThreads, "a threa
 constexpr int kKept = FOLD_TURNS <= 2 ? FOLD_TURNS : 1;  // cells that a thread keeps in registers for all folds
 
 /* Writes a warp's columns of one fold. wgmma gives lane 4g + t, of 16 positions and 8 lines, the sums
- *
  *   from[0], from[1]: row g, lines 2t and 2t + 1        from[2], from[3]: row g + 8, the same lines
  *
  * Rows g and g + 8 of a product are positions 2g and 2g + 1 (PAIRED in pixels_on_m.cuh): a lane writes two at once.
- *
  *   fold 1 of the example has sums 24 to 47 of a lane, of 6 x 8 lines. Lane 5 (g = 1, t = 1) of warp 2 writes positions
  *   34 and 35 of lines 2, 3, 10, 11, ...
  */

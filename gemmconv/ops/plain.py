@@ -48,8 +48,8 @@ def find_call(input: Tensor, weight: Tensor, bias: Tensor | None, arguments_key:
 def prepare(input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Arguments) -> Call | None:
     """Prepare the call on these tensors. Returns None if the dispatcher has to serve it, for its mode or its tensors.
 
-    Precondition: torch's operator does not serve all passes of the call, which is_left_to_torch tells. (Code that
-    torch.compile generated calls our operators only where that holds.)
+    Precondition: is_left_to_torch returns False for the call. Then a kernel of ours computes at least one of its passes
+    (forward, or a gradient). torch.compile generates code that calls our operators only in that case.
 
     Args:
         input, weight, bias: the input may be without a batch.
@@ -73,8 +73,9 @@ def _prepare_autocast(tensors: Tensors, arguments: Arguments) -> Call:
     if not casts_parameters(tensors, dtype):
         call = prepare_recording(tuple(map(cast, tensors)), arguments)
         return lambda input, weight, bias: call(cast(input), cast(weight), cast(bias))
-    # The call takes float32 parameters and casts them, so its kernels are chosen for the casts. Stand-ins have shapes
-    # and strides of the casts, and no data. Of ``parameters`` the dtype is read. The prepared call refers to neither.
+    # The prepared call takes float32 parameters and casts them itself. Its kernels read the casts, so they are chosen
+    # for stand-ins: tensors with the dtype, shapes and strides of the casts, and no data. ``parameters`` only tells the
+    # dtype to cast from. The prepared call keeps no reference to stand-ins or parameters.
     input, *parameters = tensors
     stand_ins = cast(input), *(without_data(one, dtype) for one in parameters)
     casting = prepare_recording(stand_ins, arguments, parameters=tuple(parameters))
@@ -101,32 +102,30 @@ def prepare_signal(input: Tensor, weight: Tensor, bias: Tensor | None, arguments
 
 
 def casts_parameters(tensors: Tensors, dtype: torch.dtype) -> bool:
-    """Whether a call casts weight and bias to autocast's ``dtype`` by a launch of its own; if not, torch casts them.
+    """Whether our kernel casts weight and bias to autocast's ``dtype``, both in one launch; if not, torch casts each.
 
-    Two things decide, where dtypes and memory allow a cast of ours:
+    autograd does not see our cast. Our backward pass returns the gradient of the float32 parameter itself, which is
+    right for a leaf, such as a Parameter. If the parameter was computed from other tensors, its gradient has to flow on
+    through torch's cast. "Cacheable" are leaves that require gradients: autocast keeps their casts for later calls of
+    its block (:func:`is_cacheable`). Our one launch keeps both casts there or none. Hence:
 
-    - Gradients. autograd does not see our cast, so our backward pass returns the gradient of the float32 parameter
-      itself. That is right for a leaf. The gradient of any other tensor must flow through torch's cast in its graph.
-    - The cache. Autocast keeps casts of leaves that require gradients for later calls of its block (see
-      :func:`is_cacheable`). A call of ours has one launch for both casts, which keeps both of them there, or none.
+        which of weight and bias are cacheable    our kernel casts them
+        both                                      always; autocast keeps the casts
+        none                                      if no gradients are recorded; the casts are not kept
+        one of the two                            never
 
-        weight and bias are      if gradients are recorded    if not
-        both cacheable           ours, kept                   ours, kept
-        both not cacheable       torch's (may be no leaves)   ours, not kept
-        one of each              torch's (one launch)         torch's (one launch)
-
-    A parameter that requires no gradient is not cacheable, and counts as one for which none are recorded.
+    Gradients are recorded if grad mode is on and the weight or the bias requires a gradient.
     """
     input, *parameters = (one for one in tensors if one is not None)
-    # The kernel that casts, csrc/layout/cast.cu, reads float32 and writes 16 bits. Autocast casts no float64 input.
+    # Our kernel, csrc/layout/cast.cu, reads float32 and writes 16 bits. Autocast does not cast a float64 input.
     if not input.is_cuda or dtype.itemsize != 2 or input.dtype == torch.float64:
         return False
     if any(one.dtype != torch.float32 for one in parameters):
         return False
-    # The kernel reads memory without gaps, so that a cast has the strides of its tensor.
+    # Our kernel casts the memory in its order, so there must be no gaps in it.
     if not have_no_gaps(parameters):
         return False
-    # A kept cast is used again as long as its tensor's version is the same, and tensors of inference mode have none.
+    # A kept cast is valid while its tensor's version counter is the same. Tensors of inference mode have no counter.
     if any(one.is_inference() for one in parameters):
         return False
     cacheable = [is_cacheable(one) for one in parameters]
