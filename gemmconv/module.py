@@ -80,9 +80,9 @@ class Layer(nn.Module):
         return ", ".join(f"{name}={value}" for name, value in self._settings().items() if value is not None)
 
     def _arguments(self) -> tuple[tuple[Any, ...], bytes | None]:
-        """The arguments of a call after its tensors, and these as bytes, None if they have no such form.
+        """The arguments of a call after its tensors, and a key of bytes made from them (None if no key can be made).
 
-        A 1-D layer's are those of the equal call on images of height 1. They are made anew if an attribute has changed.
+        A 1-D layer's are those of the equal call on images of height 1. Both are made anew if an attribute has changed.
         """
         attributes: tuple[Any, ...] = (
             *(self.stride, self.padding, self.output_padding, self.groups, self.dilation),
@@ -106,8 +106,8 @@ class Layer(nn.Module):
             ValueError: an output_size that no output_padding below the stride gives.
         """
         compiling = torch.compiler.is_compiling()
-        # find_call finds nothing inside a mode. ``gemmconv.patched``'s changes nothing for our layers, so the call is
-        # made again with modes switched off, where the cache may serve it.
+        # find_call finds nothing inside a mode. The mode that ``gemmconv.patched`` sets has no effect on our layers, so
+        # the call is made again with modes switched off, where the cache may serve it.
         if not compiling and function_mode_count() and only_patched():
             with torch._C.DisableTorchFunction():
                 return self.forward(input, output_size)
@@ -152,8 +152,8 @@ class Layer(nn.Module):
 class ConvTranspose2d(Layer, nn.ConvTranspose2d):
     """torch.nn.ConvTranspose2d, computed by gemmconv.
 
-    Parameters, initial values, state_dict and ``output_size`` are those of torch.nn.ConvTranspose2d. The first call of
-    a module on a GPU has other threads compile the kernels that the modules made after it are likely to launch.
+    Parameters, initial values, state_dict and ``output_size`` are those of torch.nn.ConvTranspose2d. The first call
+    of each size on a GPU has other threads compile the kernels that modules made after this one are likely to launch.
 
     Args:
         in_channels, out_channels, kernel_size, stride, padding, output_padding: as torch.nn.ConvTranspose2d.
@@ -208,6 +208,8 @@ class ConvTranspose1d(Layer, nn.ConvTranspose1d):
 
 class ConvTranspose3d(Layer, nn.ConvTranspose3d):
     """torch.nn.ConvTranspose3d, computed by gemmconv; see :class:`ConvTranspose2d` and gemmconv/rank.py.
+
+    Its calls compile their own kernels alone, not those of later modules.
 
     >>> import torch
     >>> ConvTranspose3d(64, 32, 2, stride=2)(torch.ones(1, 64, 4, 8, 8)).shape

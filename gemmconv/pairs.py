@@ -5,7 +5,8 @@
     device      function                  rule
     Hopper      _pair_on_hopper           the pair for which a step waits the least, by estimates
     other GPUs  _pair_on_other_gpus       torch's operator, unless ours is clearly faster
-    CPU         one_by_one                what selection.choose gives for each gradient alone
+    CPU         one_by_one                what selection.choose gives for each gradient alone; where both are the same
+                                          algorithm, one call computes both if it can
 
 A named algorithm, and a GPU for which no kernels can be compiled, go the CPU's way.
 
@@ -17,10 +18,10 @@ Estimated device times in microseconds, by algorithm; :class:`gemmconv.selection
     weight_grad        35.8      71.6          111.6     555.3
     both in one call      -         -          141.2         -
 
-_fastest_pair compares all 16 pairs of the first two rows, and what the third row has. (On Hopper torch's
-operator has no estimate there: one call launches the kernels of two. On other GPUs it has one.) The best is fused for
-both: 65.6 us. By way of channels_last the kernels would take 53.4 us, and three transposes 18.3 us more: 71.7 us. So
-the pair stays as it is.
+_fastest_pair compares all 16 pairs of the first two rows, and the third row. (On Hopper one call of torch's operator
+would launch the same kernels as two, so it has no number there. On other GPUs it has one.) The best is fused for both:
+65.6 us. The alternative is to transpose all tensors to channels_last first: then the kernels would take 53.4 us, and
+three transposes 18.3 us more, 71.7 us in all. So the tensors stay in NCHW.
 """
 
 from __future__ import annotations
@@ -55,16 +56,16 @@ Computation = tuple[Pass, Algorithm, Config]  # of a pass: what computes it, and
 
 
 class Gradients(NamedTuple):
-    """The algorithms of both gradients of a backward pass, and how their two calls are joined, if they are.
+    """The algorithms of both gradients of a backward pass, and how they are computed.
 
-    They are one call (``at_once``), or two, which share a transpose of grad_output that both need. Either is done
-    between transposes if ``via_channels_last``: of the weight, too, where torch's operator computes a gradient.
+    One call computes both (``at_once``), or two calls do; if both calls need grad_output in NCHW, it is transposed once
+    for both. With ``via_channels_last`` tensors in NCHW are transposed before the calls, and the results after them.
     """
 
     input_grad: Algorithm
     weight_grad: Algorithm
     at_once: bool = False  # whether one call of an algorithm computes both
-    via_channels_last: bool = False  # whether tensors in NCHW are transposed first; in files of tuned choices "turned"
+    via_channels_last: bool = False  # in files of tuned choices it is called "turned"
 
     def passes(self, config: Config, weight_config: Config) -> list[Computation]:
         """The passes that are computed, each with its algorithm and configuration: one if at once, else two."""
@@ -83,7 +84,7 @@ class Gradients(NamedTuple):
 
     @property
     def transposes_weight(self) -> bool:
-        """Whether the weight is transposed too: cuDNN wants all tensors in one format, and torch's own copy is slow."""
+        """Whether our kernel transposes the weight too: cuDNN needs one format for all, and torch's copy is slow."""
         return self.via_channels_last and self.input_grad is NATIVE
 
 
@@ -148,9 +149,10 @@ def _pair_on_hopper(config: Config, weight_config: Config, able: tuple[Algorithm
     if config.dtype.itemsize == 2 and config.memory_format is weight_config.memory_format is torch.contiguous_format:
         last = replace(config, memory_format=torch.channels_last)
         last_seconds, last_gradients = _fastest_pair(last, last, able)
+        last_gradients = last_gradients._replace(via_channels_last=True)
         transposes = via_channels_last_seconds(config, last_gradients.transposes_weight)
         if replace(last_seconds, device=last_seconds.device + transposes).waited < seconds.waited:
-            return last_gradients._replace(via_channels_last=True)
+            return last_gradients
     return gradients
 
 

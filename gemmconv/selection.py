@@ -8,8 +8,8 @@
     CPU         _order_on_cpu             a rule that was fitted to measured rows
     CPU, no C   preference, at its end    torch's operator; gemm_col2im for few outputs
 
-An algorithm that is named is taken for all passes that it can serve, and gemm_col2im for its other gradients. Named or
-not, it serves a gradient only where it can serve the forward pass, too: ``why_not(config)`` asks for that,
+An algorithm that is named computes all passes that it can; a gradient that it cannot compute goes to gemm_col2im. Named
+or not, it serves a gradient only where it can serve the forward pass, too: ``why_not(config)`` asks for that,
 ``why_not(config, direction)`` for the pass itself.
 """
 
@@ -101,10 +101,10 @@ def current_config(
 class Seconds:
     """Estimated seconds of a call: those of the device, and those for which the host is kept to enqueue it.
 
-    A step of large layers waits for the device, and a step of small ones for the host. So the longer of both counts.
-    But in a CUDA graph host time costs nothing. So it counts up to ``most_slowdown`` (2, a policy) times the device
-    time: no choice is more than twice as slow on the device to save host time. So 10 us of the device and 50 us of the
-    host count as 20 us, 40 us and 50 us as 50 us.
+    A step of large layers waits for the device, and a step of small ones for the host: the longer time counts. But in a
+    CUDA graph host time costs nothing, so no choice shall be more than twice as slow on the device to save host time:
+    the host counts for at most ``most_slowdown`` (2, a policy) times the device's time. Example: 10 us on the device
+    and 50 us on the host count as 20 us; 40 us and 50 us count as 50 us.
     """
 
     device: float

@@ -14,8 +14,8 @@
  *   S=2 P=1 K=3 D=1, o=3:  k=0 -> i=2;  k=1 -> no;  k=2 -> i=1
  *   S=5 P=1 K=3 D=2, o=2:  3, 1, -1 are no multiples of 5: no tap at all, the output is the bias
  *
- * Outputs with the same residue (o + P) mod S read the same taps. A thread owns a cell of CELL_ROWS x CELL_W outputs (in
- * this file; cells of other kernels are S x S). With CELL_W = STRIDE_W that is one output of every residue across a row:
+ * Outputs with the same residue (o + P) mod S read the same taps. A thread owns a cell: here
+ * CELL_ROWS x CELL_W outputs. With CELL_W = STRIDE_W that is one output of every residue across a row:
  * outputs j*S .. j*S + S-1 read around input j, so a warp reads each tap's row at consecutive addresses, and which taps
  * an output of the cell has is known when compiling: position_w below depends on s alone. For strides too wide for that,
  * CELL_W = 1 and the residue across a row is found at run time, as that down the rows always is. Either way every value
@@ -116,7 +116,7 @@ extern "C" __global__ void __launch_bounds__(256) columns_col2im_kernel(const __
             const int id = reach_d / STRIDE_D, ih = reach_h / STRIDE_H;
             const index_t in_row = static_cast<index_t>(id) * p.h_in + ih - p.in_row_begin;
             // The cell may reach beyond the launch's last output row, to input rows that this chunk of columns lacks.
-            // So in_rows bounds what is read. A volume's rows run on into the next slice: h_in bounds those of one.
+            // So in_rows bounds what is read. Slices of a volume are adjacent: ih < h_in keeps to this tap's slice.
             const bool slice_taken = !kIsVolume || (kd < KERNEL_D && reach_d >= 0 && ih < p.h_in);
             const bool row_taken = slice_taken && kh < KERNEL_H && reach_h >= 0 && in_row >= 0 && in_row < p.in_rows;
             // Where the row is not taken, the address is computed and never read.

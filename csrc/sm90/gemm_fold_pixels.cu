@@ -17,12 +17,12 @@
  *   64 images of 8 x 8, 64 to 32 channels, kernel 4, stride 2, padding 1, in TF32 (the example of the host file):
  *   item        two images: 128 positions (POSITION_BLOCKS = 1), 16 for each of eight warps
  *   line block  LINES = 144: the 16 taps of 9 output channels. A lane has 72 sums, of two positions and 36 lines
- *   multiply    two chunks of 32 channels (CHUNK_CLASS = 2), each four products of 8 channels x 144 lines
+ *   multiply    two chunks (an even number: CHUNK_CLASS = 2) of 32 channels, each four products of 8 x 144 lines
  *   fold        FOLD_OUTS = 3: 48 lines x FOLD_PITCH = 132 floats, 25 KB. Three folds (kFolds), in two buffers by turns
  *   gather      128 cells, each 2 x 2 outputs of 3 channels, by 128 of 256 threads (FOLD_GROUPS = FOLD_TURNS = 1)
  *
- * Macros: those of the two headers; FOLD_OUTS; WHOLE_OUTS (1 if FOLD_OUTS divides all output channels); FOLD_GROUPS
- * (groups of threads, each with output channels of its own); FOLD_TURNS (cells of a thread, or parts of them, at most).
+ * Macros: those of the two headers (FOLD_PITCH in the second); FOLD_OUTS; WHOLE_OUTS (1 if it divides out_channels);
+ * FOLD_GROUPS (of threads, each with channels of its own); FOLD_TURNS (cells of a thread, or parts, at most).
  */
 // multiply: the main loop; each_item: a loop over the thread block's items; each: a loop whose indices are constants;
 // ring_t: a place in a ring; divided: by a reciprocal; run: starts all warps; kBlockOuts: a line block's channels
@@ -33,7 +33,7 @@
 #include "ptx/named_barrier.cuh"
 
 constexpr int kFoldLines = FOLD_OUTS * kTaps, kFolds = LINES / kFoldLines, kFoldFloats = kFoldLines * FOLD_PITCH;
-constexpr int kPeeled = POSITION_BLOCKS == 1 ? CHUNK_CLASS % 2 : 0;  // 1 for an odd number of chunks, for the loop takes pairs
+constexpr int kPeeled = POSITION_BLOCKS == 1 ? CHUNK_CLASS % 2 : 0;  // 1 if a loop over pairs of chunks leaves one
 static_assert(kFoldLines % 8 == 0 && LINES % kFoldLines == 0, "a warp has columns of each fold, in eights");
 static_assert(FOLD_PITCH % 8 == 4 && kPositions <= FOLD_PITCH, "a warp writes columns to different banks");
 static_assert(2 * kFoldFloats * 4 <= COLUMN_BYTES, "columns of two folds fit");
@@ -95,7 +95,7 @@ __device__ __forceinline__ cell_place_t cell_of(const pixels_on_m_params& p, con
  */
 __device__ __forceinline__ void consume(const pixels_on_m_params& p, int warp) {
     constexpr bool kPaired = true;  // rows g and g + 8 are neighbouring positions: see write_columns
-    const auto nothing_meanwhile = [](auto) {};  // gemm_depth_to_space stores outputs there
+    const auto nothing_meanwhile = [](auto) {};  // multiply calls it; gemm_depth_to_space stores outputs there
     float* buffers = reinterpret_cast<float*>(shared + p.first_columns);  // [2][kFoldLines][FOLD_PITCH]
     const image_t image{WINDOWED ? 1 : p.in_h, p.in_w};
     const int cells = WINDOWED ? p.step : p.images * (image.cells_h() * image.cells_w());  // 128

@@ -159,8 +159,8 @@ class Kernel(ABC):
     def fitted(self, config: Config, direction: Pass, tile: Any) -> Any | None:
         """Reuse the kernel compiled for ``tile`` at another size: the tile for ``config``'s batch, height and width.
 
-        None if that kernel, as it is compiled, cannot compute this size, which then compiles one of its own. So without
-        a method of its own a kernel is compiled for each size.
+        None: that kernel, as it is compiled, cannot compute this size, for which another one is compiled. A class that
+        does not override this method has a kernel compiled for each size.
         """
         return None
 

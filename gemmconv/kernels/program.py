@@ -83,10 +83,10 @@ class Launch:
     macros: Macros
     grid: Extent3  # grid, block: blocks, and threads of a block
     block: Extent3
-    # the fields of its params struct in order; their C types follow from the values, an int's is 32 bits and a
-    # :class:`Long`'s 64. Names are written as in C, for who compares them: ``"n"`` has a value, ``"a, b"`` and
-    # ``"x[3]"`` have tuples of two and three. The emulator of the tests compares the size with that of the struct in
-    # the kernel's source; that two fields of one type are in the right order, only results show.
+    # The fields of the kernel's params struct, in order, with names as in the struct, so that both can be compared:
+    # ``"n"`` has a value, ``"a, b"`` and ``"x[3]"`` have tuples of two and three. C types follow from values: an int
+    # has 32 bits, a :class:`Long` 64. The tests' emulator compares the size with that of the struct in the source. If
+    # two fields of one type are exchanged, only wrong results show it.
     params: Params
     shared_bytes: int = 0  # bytes of dynamic shared memory
     # whether it may begin before the previous launch ends (PDL): see gemmconv/runtime/launch.py.
@@ -306,7 +306,8 @@ def gathering(
 ) -> Program:
     """A program that gathers ``output`` from ``input``: a forward pass, or an input gradient.
 
-    The input of an input gradient is grad_output; it has no ``bias``. Without steps, the program clears the output.
+    The names are the same for both: for an input gradient ``input`` is grad_output, ``output`` is the gradient, and no
+    ``bias`` is added. Without steps, the program clears the output.
 
     Args:
         weight: the form of the weight; None if either format will do.

@@ -1,4 +1,6 @@
-"""Autocast for conv_transpose2d: tensors no more precise than float32 are cast to autocast's dtype, as torch does it.
+"""Autocast for conv_transpose2d: who casts its tensors, and how long a cast is kept.
+
+Tensors no more precise than float32 are cast to autocast's dtype, as torch does it.
 
 One cast of a leaf serves all calls of an autocast region, until the leaf changes; torch's own cached cast is used even
 after that. torch's cache is not open to others. So torch is made to cache its cast of a tensor of ours, the witness,
@@ -9,7 +11,7 @@ and our casts hang on the autograd node of that cast: they are freed when torch 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -165,4 +167,46 @@ def is_cacheable(tensor: Tensor) -> bool:
         and not torch.is_inference_mode_enabled()
         and not torch._C._are_functorch_transforms_active()
         and torch._C._get_tracing_state() is None  # torch.jit.trace needs the cast in its graph
+    )
+
+
+def casts_parameters(tensors: Sequence[Tensor | None], dtype: torch.dtype) -> bool:
+    """Whether our kernel casts weight and bias to autocast's ``dtype``, both in one launch; if not, torch casts each.
+
+    autograd does not see our cast. Our backward pass returns the gradient of the float32 parameter itself, which is
+    right for a leaf, such as a Parameter. If the parameter was computed from other tensors, its gradient has to flow on
+    through torch's cast. "Cacheable" are leaves that require gradients: autocast keeps their casts for later calls of
+    its block (:func:`is_cacheable`). One launch makes both casts, so autocast keeps both or neither. Hence:
+
+        which of weight and bias are cacheable    our kernel casts them
+        both                                      always; autocast keeps the casts
+        none                                      if no gradients are recorded; the casts are not kept
+        one of the two                            never
+
+    Gradients are recorded if grad mode is on and the weight or the bias requires a gradient.
+    """
+    input, *parameters = (one for one in tensors if one is not None)
+    # Our kernel, csrc/layout/cast.cu, reads float32 and writes 16 bits. Autocast does not cast a float64 input.
+    if not input.is_cuda or dtype.itemsize != 2 or input.dtype == torch.float64:
+        return False
+    if any(one.dtype != torch.float32 for one in parameters):
+        return False
+    # Our kernel casts the memory in its order, so there must be no gaps in it.
+    if not have_no_gaps(parameters):
+        return False
+    # A kept cast is valid while its tensor's version counter is the same. Tensors of inference mode have no counter.
+    if any(one.is_inference() for one in parameters):
+        return False
+    cacheable = [is_cacheable(one) for one in parameters]
+    if all(cacheable):
+        return True
+    is_recorded = torch.is_grad_enabled() and any(one.requires_grad for one in parameters)
+    return not any(cacheable) and not is_recorded
+
+
+def have_no_gaps(parameters: Sequence[Tensor | None]) -> bool:
+    """Whether each tensor fills its memory in NCHW or NHWC order, so that a cast of this memory keeps the strides."""
+    return all(
+        one is None or one.is_contiguous() or (one.dim() == 4 and one.is_contiguous(memory_format=torch.channels_last))
+        for one in parameters
     )

@@ -25,6 +25,7 @@ from gemmconv.dispatch import are_dense
 from gemmconv.kernels.base import PASSES, Pass
 from gemmconv.ops import plain, volumes
 from gemmconv.ops.ahead import compile_in_background, launches_of
+from gemmconv.ops.autocast import have_no_gaps
 from gemmconv.ops.call_cache import entries, find_or_make
 from gemmconv.ops.configs import Convention
 from gemmconv.ops.implementation import prepare_call
@@ -62,7 +63,7 @@ def _casting(input: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any
     """A call whose kernels cast weight and bias; the dispatcher serves it if gradients are recorded."""
     tensors, parameters = (input, weight, bias), (weight, bias)
     call, key = plain.find_call(*tensors, marshal.dumps((arguments,), 2))  # a tuple, so unlike other calls' keys
-    if call is None and key is not None and are_dense(*tensors) and plain.have_no_gaps(parameters):
+    if call is None and key is not None and are_dense(*tensors) and have_no_gaps(parameters):
         recorded = torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in tensors)
         if not recorded and all(one is None or one.dtype is torch.float32 for one in parameters):
             low = input, *(without_data(one, input.dtype) for one in parameters)

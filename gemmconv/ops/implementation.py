@@ -13,8 +13,9 @@ The first call of a signature goes through these stages; here ``[8, 64, 32, 32]`
 For both gradients a pair of algorithms is chosen, ``pairs.Gradients``. On a CPU, and for torch's operator, there is
 no program: the algorithm prepares the call itself. Layers on volumes have operators of their own, in volumes.py.
 
-Calls past torch's dispatcher (plain.py, recording.py) may take and return other tensors than an operator's schema says,
-which saves launches; a ``Convention`` says which (configs.py).
+Calls past torch's dispatcher (plain.py, recording.py) may take and return other tensors than the operator does, to save
+launches: float32 parameters that the call casts itself, these casts beside the output, signals instead of images of
+height 1. A ``Convention`` (configs.py) says which of these a call takes and returns.
 """
 
 from __future__ import annotations
@@ -70,7 +71,8 @@ def prepare_call(
         arguments: the operator's other arguments, from the stride on; trailing defaults may be left out.
         convention: what the call takes and returns; None for what the operator takes and returns.
 
-    The key differs from a layer's signature (plain.py), whose call holds this one and more: casts, an autograd node.
+    A layer's call (plain.py) is cached too, under a key of its own: it runs this one between casts, and records an
+    autograd node.
     """
     convention = convention or default_convention(direction, tensors)
     # The arguments as bytes, which are made quickly. Symbolic sizes of a traced graph have none: then the values.
@@ -109,7 +111,8 @@ def _choose_and_prepare(
 def _prepare_forward(algorithm: Algorithm, config: Config, tensors: Tensors, convention: Convention) -> Prepared:
     """Prepare a forward pass: its program, or where there is none, the algorithm's own call on tensors.
 
-    A convention has ``is_signal`` or ``parameter_dtype``, never both: see :func:`plain.prepare_signal`.
+    A convention never has both ``is_signal`` and ``parameter_dtype``: under autocast signals are not prepared
+    (:func:`plain.prepare_signal`).
     """
     if (program := pass_program("forward", algorithm, config)) is not None:
         program = with_signal_output(program) if convention.is_signal else program

@@ -12,7 +12,7 @@ backward passes by their own signatures.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch.nn import Parameter
 
 from gemmconv.dispatch import are_dense, in_a_mode
 from gemmconv.ops import call_cache
-from gemmconv.ops.autocast import cast_as_autocast, is_autocasting, is_cacheable
+from gemmconv.ops.autocast import cast_as_autocast, casts_parameters, is_autocasting
 from gemmconv.ops.left_to_torch import is_left_to_torch
 from gemmconv.ops.recording import Call, prepare_recording
 from gemmconv.ops.schemas import Arguments, Tensors, without_data
@@ -49,7 +49,8 @@ def prepare(input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Argum
     """Prepare the call on these tensors. Returns None if the dispatcher has to serve it, for its mode or its tensors.
 
     Precondition: is_left_to_torch returns False for the call. Then a kernel of ours computes at least one of its passes
-    (forward, or a gradient). torch.compile generates code that calls our operators only in that case.
+    (forward, or a gradient), or torch's operator has to be made deterministic (``"auto"`` on Hopper). Only then, too,
+    does code that torch.compile generates call our operators.
 
     Args:
         input, weight, bias: the input may be without a batch.
@@ -73,9 +74,9 @@ def _prepare_autocast(tensors: Tensors, arguments: Arguments) -> Call:
     if not casts_parameters(tensors, dtype):
         call = prepare_recording(tuple(map(cast, tensors)), arguments)
         return lambda input, weight, bias: call(cast(input), cast(weight), cast(bias))
-    # The prepared call takes float32 parameters and casts them itself. Its kernels read the casts, so they are chosen
-    # for stand-ins: tensors with the dtype, shapes and strides of the casts, and no data. ``parameters`` only tells the
-    # dtype to cast from. The prepared call keeps no reference to stand-ins or parameters.
+    # The prepared call takes float32 parameters and casts them itself. Its kernels will read the casts, which do not
+    # exist yet; so kernels are chosen for stand-ins: tensors with the dtype, shapes and strides of the casts, and no
+    # data. ``parameters`` only tells the dtype to cast from. The call keeps no reference to stand-ins or parameters.
     input, *parameters = tensors
     stand_ins = cast(input), *(without_data(one, dtype) for one in parameters)
     casting = prepare_recording(stand_ins, arguments, parameters=tuple(parameters))
@@ -99,45 +100,3 @@ def prepare_signal(input: Tensor, weight: Tensor, bias: Tensor | None, arguments
         geometry: list[Any] = [one[1:] if isinstance(one, tuple) else one for one in arguments[:5]]
         return lambda input, weight, bias: torch.conv_transpose1d(input, weight, bias, *geometry)
     return prepare_recording(tensors, arguments, is_signal=True)
-
-
-def casts_parameters(tensors: Tensors, dtype: torch.dtype) -> bool:
-    """Whether our kernel casts weight and bias to autocast's ``dtype``, both in one launch; if not, torch casts each.
-
-    autograd does not see our cast. Our backward pass returns the gradient of the float32 parameter itself, which is
-    right for a leaf, such as a Parameter. If the parameter was computed from other tensors, its gradient has to flow on
-    through torch's cast. "Cacheable" are leaves that require gradients: autocast keeps their casts for later calls of
-    its block (:func:`is_cacheable`). Our one launch keeps both casts there or none. Hence:
-
-        which of weight and bias are cacheable    our kernel casts them
-        both                                      always; autocast keeps the casts
-        none                                      if no gradients are recorded; the casts are not kept
-        one of the two                            never
-
-    Gradients are recorded if grad mode is on and the weight or the bias requires a gradient.
-    """
-    input, *parameters = (one for one in tensors if one is not None)
-    # Our kernel, csrc/layout/cast.cu, reads float32 and writes 16 bits. Autocast does not cast a float64 input.
-    if not input.is_cuda or dtype.itemsize != 2 or input.dtype == torch.float64:
-        return False
-    if any(one.dtype != torch.float32 for one in parameters):
-        return False
-    # Our kernel casts the memory in its order, so there must be no gaps in it.
-    if not have_no_gaps(parameters):
-        return False
-    # A kept cast is valid while its tensor's version counter is the same. Tensors of inference mode have no counter.
-    if any(one.is_inference() for one in parameters):
-        return False
-    cacheable = [is_cacheable(one) for one in parameters]
-    if all(cacheable):
-        return True
-    is_recorded = torch.is_grad_enabled() and any(one.requires_grad for one in parameters)
-    return not any(cacheable) and not is_recorded
-
-
-def have_no_gaps(parameters: Sequence[Tensor | None]) -> bool:
-    """Whether each tensor fills its memory in NCHW or NHWC order, so that a cast of this memory keeps the strides."""
-    return all(
-        one is None or one.is_contiguous() or (one.dim() == 4 and one.is_contiguous(memory_format=torch.channels_last))
-        for one in parameters
-    )

@@ -25,8 +25,9 @@ Channels come in two chunks. A fold has 3 output channels, 48 lines of 128 posit
 It is for 16-bit types and TF32, NCHW and one group. ``tiles_of`` gives tiles where
 
 - a line block has all taps of some output channels, and some tap reaches each phase;
-- images have at most 256 inputs, or else image and kernel have one row;
-- inputs of an image are a multiple of four;
+- images have at most 256 inputs, or else image and kernel have one row, of whose windows neighbours share 32 inputs at
+  most;
+- inputs of an image are a multiple of four, and there are at most 16 cells for each;
 - in 16 bits, rows of weights begin at multiples of 16 bytes.
 """
 
@@ -137,9 +138,11 @@ class Tile(PositionRows):
         block_outs, unit = self.lines // self.problem.taps, math.lcm(8, self.problem.taps) // self.problem.taps
         wanted = max(_FOLD_LINES // self.problem.taps, CONSUMERS // self._group_threads, unit)
         possible = [outs for outs in range(unit, block_outs + 1, unit) if block_outs % outs == 0]
-        # Inputs are held only if there are several line blocks. Folds may then take what held inputs leave. Line blocks
-        # of all sets count, so that folds are the same for any number of sets.
-        most = max(_COLUMN_BYTES, min(_MOST_COLUMN_BYTES, self.left_bytes)) if self.line_blocks > 1 else _COLUMN_BYTES
+        # Two folds may take 40 KB; with several line blocks (of all sets, so that folds are the same for any number of
+        # sets) up to 72 KB, as far as held inputs and two stages of weights leave it.
+        most = _COLUMN_BYTES
+        if self.line_blocks > 1:
+            most = max(most, min(_MOST_COLUMN_BYTES, self.left_bytes))
         fitting = [outs for outs in possible if 2 * self._fold_bytes(outs) <= most] or possible[:1]
         return min((outs for outs in fitting if outs >= wanted), default=fitting[-1])
 
@@ -230,7 +233,8 @@ def _items_of(problem: Problem) -> Iterator[tuple[int, int]]:
 class GemmFoldPixels(OneFormatForward):
     name = "sm90/gemm_fold_pixels"
     serves = (
-        "one group, taps whose least common multiple with 16 is at most 256, images of at most 256 inputs or signals"
+        "one group, taps whose least common multiple with 16 is at most 256, signals or images of at most 256 inputs, "
+        "a multiple of four inputs, at most 16 times as many cells (outputs of one stride)"
     )
     only_in = torch.contiguous_format
 

@@ -195,9 +195,8 @@ class Tile:
     def weight_map(self) -> TensorMapSpec:
         """The tensor map of weights that are not packed."""
         p = self.problem
-        tap, matrix = p.out_channels * self.itemsize, p.taps * p.out_channels * self.itemsize
-        sizes, strides = (p.out_channels, p.taps, p.in_channels, 1), (tap, matrix, p.in_channels * matrix)
-        return TensorMapSpec("weight", self.itemsize, sizes, strides, (_BOX_LINES, 1, self.channels, 1))
+        shape, box = (1, p.out_channels, p.in_channels, p.taps), (_BOX_LINES, 1, self.channels, 1)
+        return image_map(shape, self.itemsize, box, channels_last=True, name="weight")
 
 
 def tiles_of(problem: Problem, itemsize: int, multiprocessors: int = REFERENCE.multiprocessors) -> Iterator[Tile]:
