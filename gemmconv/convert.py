@@ -31,7 +31,7 @@ Model = TypeVar("Model", bound=nn.Module)
 LAYERS = nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d  # of which gemmconv's classes are subclasses
 OURS: dict[type, Any] = dict(zip(LAYERS, (ConvTranspose1d, ConvTranspose2d, ConvTranspose3d), strict=True))
 TORCHS = {ours: torchs for torchs, ours in OURS.items()}
-_OWN_ATTRIBUTES = ("algorithm", "precision", "workspace_limit", "_last_call", "_position")
+_OWN_ATTRIBUTES = ("algorithm", "precision", "workspace_limit", "_last_arguments", "_position")
 
 
 class Line(NamedTuple):

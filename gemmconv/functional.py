@@ -72,8 +72,7 @@ def conv_transpose2d(
     given = stride, padding, output_padding, groups, dilation, *options
     are_plain = plain.are_torch_tensors(input, weight, bias)
     key = None
-    # A repeated call: one of the same signature was prepared, and checked, before. Its key is the signature by which it
-    # is cached.
+    # A repeated call: one of the same signature was prepared, and checked, before. ``key`` is the signature.
     if are_plain and not torch.compiler.is_compiling() and (given_key := call_cache.arguments_key(given)) is not None:
         call, key = plain.find_call(input, weight, bias, given_key)
         if call is not None:
@@ -104,8 +103,8 @@ def conv_transpose2d(
     #   2. Complex tensors: torch's operator, which computes with their real and imaginary parts.
     #   3. An eager call for which torch's operator is chosen: that operator, called directly to save host time.
     #   4. A call that has a key: a prepared call, which launches kernels without torch's dispatcher.
-    #   5. An export to ONNX; also, with "auto" or "native", transforms such as vmap, and wrapper subclasses: torch's
-    #      operator, since these have rules for it, and none for ours.
+    #   5. An export to ONNX; also, with "auto" or "native" and torch's own precision, transforms such as vmap, and
+    #      wrapper subclasses: torch's operator, since these have rules for it, and none for ours.
     #   6. Any other call: our operator, by torch's dispatcher.
     if input.is_cpu and not is_eager and _is_left_to_torch_on_the_cpu(weight, groups, algorithm):  # 1
         return ops.checked_torch_conv_transpose2d(input, weight, bias, *geometry)

@@ -26,7 +26,7 @@ class Layer(nn.Module):
     algorithm: str = "auto"
     precision: Precision | None = None
     workspace_limit: int | None = None
-    _last_call: tuple[Any, tuple[Any, bytes | None]] | None = None  # its attributes, and what _arguments returned
+    _last_arguments: tuple[Any, tuple[Any, bytes | None]] | None = None  # attributes, and what _arguments returned
     _position: int = -1  # in the order in which layers are made
     _axes: int  # 1 for signals, 2 for images, 3 for volumes
     _function: Callable[..., Tensor]  # the functional form: it computes any call, with all checks
@@ -88,9 +88,9 @@ class Layer(nn.Module):
             *(self.stride, self.padding, self.output_padding, self.groups, self.dilation),
             *(self.algorithm, self.precision, self.workspace_limit),
         )
-        if (last := self._last_call) is None or last[0] != attributes:
+        if (last := self._last_arguments) is None or last[0] != attributes:
             arguments = attributes if self._axes > 1 else (*rank.of_height_1(*attributes[:5]), *attributes[5:])
-            self._last_call = last = attributes, (arguments, call_cache.arguments_key(arguments))
+            self._last_arguments = last = attributes, (arguments, call_cache.arguments_key(arguments))
         return last[1]
 
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
@@ -117,11 +117,11 @@ class Layer(nn.Module):
         bias: Any = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401
         # A repeated call: a call of the same signature was prepared before.
         if output_size is None and not compiling and plain.are_torch_tensors(input, weight, bias):
-            arguments, text = self._arguments()
-            call, key = (None, None) if text is None else plain.find_call(input, weight, bias, text)
+            given = _, given_key = self._arguments()
+            call, key = (None, None) if given_key is None else plain.find_call(input, weight, bias, given_key)
             if call is not None:
                 return call(input, weight, bias)
-            if key is not None and (output := self._first_call(key, arguments, text, input, weight, bias)) is not None:
+            if key is not None and (output := self._uncached_call(key, *given, input, weight, bias)) is not None:
                 return output
         # Any other call, with all checks.
         output_padding: Any = self.output_padding
@@ -131,11 +131,11 @@ class Layer(nn.Module):
         geometry = self.stride, self.padding, output_padding, self.groups, self.dilation
         return self._function(input, weight, bias, *geometry, **self._settings())
 
-    def _first_call(self, key: Any, arguments: Any, text: Any, input: Tensor, weight: Tensor, bias: Any) -> Any:
-        """Runs before a call that no cached one serves, such as the first of a size.
+    def _uncached_call(self, key: Any, arguments: Any, given_key: Any, input: Tensor, weight: Tensor, bias: Any) -> Any:
+        """Runs if no cached call has the signature ``key``: for the first call of a size, for example.
 
         For layers of signals and images, other threads then compile what the layers made after this one are likely to
-        launch. ``key`` is the call's signature; ``arguments`` and ``text`` are what :meth:`_arguments` returned.
+        launch. ``arguments`` and ``given_key`` are what :meth:`_arguments` returned.
 
         Returns:
             The output, if a subclass computes it here; None, if the functional form is to be called.
@@ -186,12 +186,12 @@ class ConvTranspose1d(Layer, nn.ConvTranspose1d):
     _axes = 1
     _function = staticmethod(rank.conv_transpose1d)
 
-    def _first_call(self, key: Any, arguments: Any, text: Any, input: Tensor, weight: Tensor, bias: Any) -> Any:
+    def _uncached_call(self, key: Any, arguments: Any, given_key: Any, input: Tensor, weight: Tensor, bias: Any) -> Any:
         """The output by a new prepared call on signals, or by a cached one on images of height 1; None without one.
 
         A call under autocast, or without a batch, is cached as one on images, so it comes here every time.
         """
-        super()._first_call(key, arguments, text, input, weight, bias)
+        super()._uncached_call(key, arguments, given_key, input, weight, bias)
         if input.dim() not in (2, 3):
             return None
         call = None
@@ -202,7 +202,7 @@ class ConvTranspose1d(Layer, nn.ConvTranspose1d):
         if call is not None:
             return call(input, weight, bias)
         images, kernels = input.unsqueeze(-2), weight.unsqueeze(-2)
-        call, _ = plain.find_call(images, kernels, bias, text)
+        call, _ = plain.find_call(images, kernels, bias, given_key)
         return None if call is None else call(images, kernels, bias).squeeze(-2)
 
 

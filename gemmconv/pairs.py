@@ -5,10 +5,10 @@
     device      function                  rule
     Hopper      _pair_on_hopper           the pair for which a step waits the least, by estimates
     other GPUs  _pair_on_other_gpus       torch's operator, unless ours is clearly faster
-    CPU         one_by_one                what selection.choose gives for each gradient alone; where both are the same
-                                          algorithm, one call computes both if it can
+    CPU         one_by_one                what selection.choose gives for each gradient alone
 
-A named algorithm, and a GPU for which no kernels can be compiled, go the CPU's way.
+A named algorithm, and a GPU for which no kernels can be compiled, go the CPU's way. There, if both gradients have the
+same algorithm, one call computes both where it can.
 
 An example on an H200: input ``[32, 256, 16, 16]``, float16 in NCHW, 128 output channels, kernel 4, stride 2, padding 1.
 Estimated device times in microseconds, by algorithm; :class:`gemmconv.selection.Seconds` says how host times count:
@@ -65,7 +65,7 @@ class Gradients(NamedTuple):
     input_grad: Algorithm
     weight_grad: Algorithm
     at_once: bool = False  # whether one call of an algorithm computes both
-    via_channels_last: bool = False  # in files of tuned choices it is called "turned"
+    via_channels_last: bool = False  # "turned" in files of tuned choices, so that old ones load
 
     def passes(self, config: Config, weight_config: Config) -> list[Computation]:
         """The passes that are computed, each with its algorithm and configuration: one if at once, else two."""
@@ -84,7 +84,7 @@ class Gradients(NamedTuple):
 
     @property
     def transposes_weight(self) -> bool:
-        """Whether our kernel transposes the weight too: cuDNN needs one format for all, and torch's copy is slow."""
+        """Whether our kernel transposes the weight too: cuDNN needs it in channels_last, and torch copies slowly."""
         return self.via_channels_last and self.input_grad is NATIVE
 
 
@@ -192,7 +192,7 @@ def _fastest_pair(config: Config, weight_config: Config, among: tuple[Algorithm,
     return min(found, key=lambda item: item[0].waited)
 
 
-tuned.on_change.append(_fastest_pair.cache_clear)  # an algorithm's estimate is that of its tuned kernel, if it has one
+tuned.on_change.append(_fastest_pair.cache_clear)  # estimates may be those of tuned kernels
 
 
 def leaves_all_to_torch(config: Config, requested: str, where: str, of_input: bool, of_weight: bool) -> bool:

@@ -57,7 +57,7 @@ torch_precision._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def rounds_as_asked(dtype: torch.dtype, device: torch.device, precision: Precision | None) -> bool:
-    """Whether torch's operator rounds products as the argument ``precision`` asks; float32 on CUDA has a choice."""
+    """Whether torch's operator rounds products as ``precision`` asks: True, except perhaps for float32 on CUDA."""
     has_choice = precision is not None and dtype == torch.float32 and device.type == "cuda"
     return not has_choice or precision == torch_precision(dtype, device)
 

@@ -51,7 +51,7 @@ struct col2im_params {
 
 using accumulate_t = accumulator_t<OUTPUT_T>;
 
-// A cell 2 or 4 outputs wide is written by one vector store, another output by output.
+// A cell 2 or 4 outputs wide is written by one vector store if rows are whole cells, another output by output.
 constexpr bool kVectorCell = CELL_W == 2 || CELL_W == 4;
 struct alignas(kVectorCell ? CELL_W * sizeof(OUTPUT_T) : sizeof(OUTPUT_T)) cell_t { OUTPUT_T value[CELL_W]; };
 
@@ -88,7 +88,7 @@ extern "C" __global__ void __launch_bounds__(256) columns_col2im_kernel(const __
     if (plane >= p.planes || row_cell * CELL_ROWS >= p.out_rows) return;
 
     const index_t tap_stride = static_cast<index_t>(p.in_rows) * p.w_in;  // elements from a tap's values to the next's
-    const int origin = CELL_W == STRIDE_W ? j : 0;  // place in an input row that shifts are counted from
+    const int origin = CELL_W == STRIDE_W ? j : 0;  // where shifts count from; with 0 a shift is an input's column
     const COLUMN_T* columns =
         p.columns + static_cast<long long>(plane) * (KERNEL_D * KERNEL_H * KERNEL_W) * tap_stride + origin;
     const int plane_rows = kIsVolume ? p.d_out * p.h_out : p.h_out;

@@ -2,7 +2,7 @@
  *
  * For each position (a pixel of an image) and each line (a tap of an output channel) it computes the column element
  *
- *   columns[position][line] = sum over input channels ci of input[ci][position] * weight[ci][line]
+ *   columns[line][position] = sum over input channels ci of input[ci][position] * weight[ci][line]
  *
  * and for each output the bias plus the sum of the column elements that belong to it. A thread block does this:
  *
@@ -17,7 +17,7 @@
  *   64 images of 8 x 8, 64 to 32 channels, kernel 4, stride 2, padding 1, in TF32 (the example of the host file):
  *   item        two images: 128 positions (POSITION_BLOCKS = 1), 16 for each of eight warps
  *   line block  LINES = 144: the 16 taps of 9 output channels. A lane has 72 sums, of two positions and 36 lines
- *   multiply    two chunks (an even number: CHUNK_CLASS = 2) of 32 channels, each four products of 8 x 144 lines
+ *   multiply    two chunks of 32 channels, each in four products of 8. CHUNK_CLASS is 2, since their number is even
  *   fold        FOLD_OUTS = 3: 48 lines x FOLD_PITCH = 132 floats, 25 KB. Three folds (kFolds), in two buffers by turns
  *   gather      128 cells, each 2 x 2 outputs of 3 channels, by 128 of 256 threads (FOLD_GROUPS = FOLD_TURNS = 1)
  *
@@ -34,7 +34,7 @@
 
 constexpr int kFoldLines = FOLD_OUTS * kTaps, kFolds = LINES / kFoldLines, kFoldFloats = kFoldLines * FOLD_PITCH;
 constexpr int kPeeled = POSITION_BLOCKS == 1 ? CHUNK_CLASS % 2 : 0;  // 1 if a loop over pairs of chunks leaves one
-static_assert(kFoldLines % 8 == 0 && LINES % kFoldLines == 0, "a warp has columns of each fold, in eights");
+static_assert(kFoldLines % 8 == 0 && LINES % kFoldLines == 0, "a fold has whole groups of 8 lines, as wgmma has them");
 static_assert(FOLD_PITCH % 8 == 4 && kPositions <= FOLD_PITCH, "a warp writes columns to different banks");
 static_assert(2 * kFoldFloats * 4 <= COLUMN_BYTES, "columns of two folds fit");
 

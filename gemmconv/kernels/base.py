@@ -94,8 +94,8 @@ class Kernel(ABC):
 
     A tile is the frozen record by which a kernel is specialised: the work of a thread block, stages, threads.
 
-    A new kernel defines ``name``, ``serves``, :meth:`tiles`, :meth:`seconds` and :meth:`program`, and on a CPU
-    :meth:`prepare`, since it has no program; all else has a default. gemmconv/kernels/conv/gemm_mma.py is one to read
+    A new kernel defines ``name``, ``serves``, :meth:`tiles`, :meth:`seconds` and :meth:`program`; on a CPU, where
+    program returns None, :meth:`prepare` too. All else has a default. gemmconv/kernels/conv/gemm_mma.py is one to read
     first. To choose among kernels, a pass asks each in this order:
 
         why_not                          None if the kernel can compute the pass, else the reason
@@ -188,7 +188,7 @@ class Kernel(ABC):
 
     def why_not_device(self, config: Config) -> str | None:
         """What the device, or the software of this machine, lacks for the kernel, as a clause; None for nothing."""
-        # Without features the least capability is 8.0; with them it is theirs, below.
+        # A kernel without features needs capability 8.0; one with features a GPU that has these, as is checked below.
         reason = missing_software(config.device) if self.features else why_no_kernels(config.device, config.spec)
         if reason is None and not self.features <= config.spec.features:
             major, minor = config.spec.capability
@@ -286,7 +286,7 @@ def strides_of(shape: Sequence[int], memory_format: torch.memory_format) -> tupl
 
 
 def restrided(result: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
-    """:func:`with_strides` for a result that nobody else uses: strides of extents of 1 are set in place, not copied."""
+    """:func:`with_strides` for a result that nobody else uses: if only axes of size 1 differ, nothing is copied."""
     own = result.stride()
     if own == strides:
         return result

@@ -3,7 +3,7 @@
 A program lists its operands with their formats, its outputs, regions of scratch memory, and its steps: kernel launches,
 matrix products, memory that is cleared. It may be pickled: it holds no tensor, no kernel and no function.
 :mod:`gemmconv.kernels.bind` runs it. As text, ``gemm_col2im`` for ``[8, 64, 32, 32]`` by ``[64, 32, 4, 4]``, float16,
-stride 2, is:
+stride 2, padding 1, is:
 
     (input, weight, bias) -> output, by way of columns (16777216 bytes)
       cuBLAS, 8 products of 1024 x 512 x 64
@@ -60,8 +60,8 @@ class TensorMapSpec:
     itemsize: int  # bytes of an element
     sizes: Shape4  # elements of each dimension, the innermost first
     strides: Extent3  # bytes from one element to the next, of all dimensions but the innermost
-    box: Shape4  # box, steps: for each dimension, elements of a box and the step from one to the next
-    steps: Shape4 = (1, 1, 1, 1)
+    box: Shape4  # elements of a box in each dimension
+    steps: Shape4 = (1, 1, 1, 1)  # in each dimension, from one element of a box to the next
     swizzled: bool = True  # whether boxes are swizzled in shared memory; see csrc/include/ptx/wgmma.cuh.
     fetched: int = 256  # bytes that the L2 cache fetches together
 
@@ -79,10 +79,10 @@ _C_TYPES = {At: _POINTER, type(None): _POINTER, TensorMapSpec: ("128x", 128, 64)
 class Launch:
     """A launch of a kernel."""
 
-    source: str  # source, macros: the kernel's file under csrc/, and the macros that specialise it
-    macros: Macros
-    grid: Extent3  # grid, block: blocks, and threads of a block
-    block: Extent3
+    source: str  # the kernel's file under csrc/
+    macros: Macros  # macros that specialise it
+    grid: Extent3  # blocks
+    block: Extent3  # threads of a block
     # The fields of the kernel's params struct, in order, with names as in the struct, so that both can be compared:
     # ``"n"`` has a value, ``"a, b"`` and ``"x[3]"`` have tuples of two and three. C types follow from values: an int
     # has 32 bits, a :class:`Long` 64. The tests' emulator compares the size with that of the struct in the source. If
@@ -227,8 +227,8 @@ class Output:
     """A tensor that a call returns."""
 
     name: str  # its name in params
-    shape: tuple[int, ...]  # shape, strides: shape and strides of the returned tensor
-    strides: Strides
+    shape: tuple[int, ...]  # shape of the returned tensor
+    strides: Strides  # strides of the returned tensor
     # the memory format in which launches write it, if that can differ; it is then transposed
     written: torch.memory_format | None = None
     dtype: torch.dtype | None = None  # dtype of the returned tensor, if it is not the program's
@@ -270,7 +270,7 @@ class Program:
 
 
 def one_after_the_other(arguments: Sequence[str], first: Program, second: Program) -> Program:
-    """A program with the steps and outputs of two; operands with equal forms are transposed once.
+    """A program with the steps and outputs of two. What both need of an argument in the same form is transposed once.
 
     Its call takes ``arguments`` in this order. The outputs of both programs must have different names.
     """

@@ -53,7 +53,7 @@ from gemmconv.ops.schemas import (
 
 
 def _compute(direction: Pass, where: str, *inputs: Any) -> Any:
-    """The operator ``where``: its tensors, then for one gradient the sizes, then the arguments from the stride on."""
+    """Compute the operator ``where``. Inputs: its tensors; sizes, if it is one gradient; all from the stride on."""
     tensors, sizes, arguments = split_arguments(where, inputs)
     with make_current(tensors[0].device):
         return prepare_call(direction, tensors, sizes, arguments)(*tensors)

@@ -1,13 +1,16 @@
-"""Plain eager calls of conv_transpose2d, past torch's dispatcher: one look-up in the cache, then the prepared call.
+"""Eager calls of conv_transpose2d on torch's own tensors, past its dispatcher: one look-up, then the prepared call.
 
-functional.py, module.py, rank.py and compiled.py ask :func:`find_call` at every call. For a new signature they cache
-the call that :func:`prepare` returns; a layer of signals caches the one that :func:`prepare_signal` returns.
+The cache of calls (call_cache.py) maps a signature to a prepared call, a function of input, weight and bias:
 
-The signature of a call holds all that decides how it is computed: dtypes, shapes and strides of its tensors, its
-arguments, whether gradients are recorded, and the state of this thread: modes, transforms, autocast, profiler,
-precision. So the checks and the choice of a kernel are made only for the first call of each signature. Tuned choices
-are not part of it: the cache is emptied when they change. Gradients come from an autograd node, which caches prepared
-backward passes by their own signatures.
+    step                               by                          made for
+    find the call of a signature       :func:`find_call`           every call
+    prepare it, and add it             :func:`prepare`             the first call of a signature
+      of a layer of signals            :func:`prepare_signal`      the same
+
+A signature holds all that decides how a call is computed: dtypes, shapes and strides of its tensors, its arguments,
+whether gradients are recorded, and the state of this thread (modes, transforms, autocast, profiler, precision). So
+arguments are checked and kernels chosen only once for each. When tuned choices change, the cache is emptied. A prepared
+call that records gradients makes an autograd node, which caches prepared backward passes by signatures of their own.
 """
 
 from __future__ import annotations
@@ -48,9 +51,7 @@ def find_call(input: Tensor, weight: Tensor, bias: Tensor | None, arguments_key:
 def prepare(input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Arguments) -> Call | None:
     """Prepare the call on these tensors. Returns None if the dispatcher has to serve it, for its mode or its tensors.
 
-    Precondition: is_left_to_torch returns False for the call. Then a kernel of ours computes at least one of its passes
-    (forward, or a gradient), or torch's operator has to be made deterministic (``"auto"`` on Hopper). Only then, too,
-    does code that torch.compile generates call our operators.
+    It is for calls of which :func:`is_left_to_torch` says False; functional.py calls torch's operator for all others.
 
     Args:
         input, weight, bias: the input may be without a batch.
@@ -76,7 +77,7 @@ def _prepare_autocast(tensors: Tensors, arguments: Arguments) -> Call:
         return lambda input, weight, bias: call(cast(input), cast(weight), cast(bias))
     # The prepared call takes float32 parameters and casts them itself. Its kernels will read the casts, which do not
     # exist yet; so kernels are chosen for stand-ins: tensors with the dtype, shapes and strides of the casts, and no
-    # data. ``parameters`` only tells the dtype to cast from. The call keeps no reference to stand-ins or parameters.
+    # data. Of ``parameters`` only the dtype is used: the one to cast from. The call keeps none of these tensors.
     input, *parameters = tensors
     stand_ins = cast(input), *(without_data(one, dtype) for one in parameters)
     casting = prepare_recording(stand_ins, arguments, parameters=tuple(parameters))

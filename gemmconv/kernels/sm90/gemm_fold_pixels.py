@@ -1,32 +1,33 @@
 """Host side of csrc/sm90/gemm_fold_pixels.cu: ``fused`` for small images, and for signals.
 
-The kernel multiplies inputs by weights, and adds up the products that belong to the same output. Its words are:
+The kernel multiplies inputs by weights, and adds up the products that belong to the same output. Its words, with the
+numbers of an example: 64 images of 8 x 8, 64 to 32 channels, kernel 4, stride 2, padding 1, in TF32 on an H200.
 
-    position        an input pixel: a row of the product
-    position block  128 positions, which two warpgroups multiply at once
-    line            a tap of an output channel: a column of the product
-    line block      at most 256 lines, which one product computes: all taps of some output channels
-    set             the line blocks of an item: all that there are, or a share
-    item            positions of some images, or of a window of one row, times a set: a thread block takes one at a time
-    chunk           128 bytes of a pixel's channels, which come to shared memory together
-    ring            buffers of shared memory, which some threads fill and others empty by turns
-    slot, stage     a buffer of a ring: a slot has a chunk of an item's inputs, a stage one of a line block's weights
-    piece           neighbouring inputs of a channel that a thread copies together
-    warpgroup       128 threads, whose registers hold the sums of a product that tensor cores compute
-    fold            the columns of some output channels, which lie in shared memory at once while threads add them up
-    cell            the outputs of one stride, height x width: a thread gathers a cell, or a part of its rows, at a time
-    phase           the place of an output in its cell: a stride of 2 x 2 has four
-
-An example is 64 images of 8 x 8, 64 to 32 channels, kernel 4, stride 2, padding 1, in TF32. There are 32 * 16 = 512
-lines. A line block has 144 of them, those of 9 output channels, so there are four line blocks, each a set of its own.
-An item has two images, 128 positions, so there are 32 * 4 = 128 items, four fewer than an H200 has multiprocessors.
-Channels come in two chunks. A fold has 3 output channels, 48 lines of 128 positions, so a line block takes three folds.
+  What is multiplied
+    position        an input pixel: a row of the product                                  64 * 64 = 4096
+    line            a tap of an output channel: a column of the product                   32 * 16 = 512
+  How it is divided among thread blocks
+    item            what a thread block computes at a time: positions of some images,     2 images, 1/4 of the
+                    or of a window of one row, times a set of line blocks                 lines; 128 items
+    position block  128 positions of an item, for two warpgroups of 128 threads           1: the 2 images
+    line block      at most 256 lines of one product: all taps of some channels           144, of 9 channels
+    set             the line blocks of one item: all of them, or an equal share           1 of 4 line blocks
+  How operands come to shared memory
+    chunk           128 bytes of a pixel's channels, which come together                  32 channels; 2 chunks
+    slot            a buffer with a chunk of an item's inputs                             5 slots
+    stage           a buffer with a chunk of a line block's weights                       5 stages
+    piece           neighbouring inputs of a channel that a thread copies together        4 inputs
+  How sums become outputs
+    fold            the columns of some channels, which lie in shared memory at once      3 channels; 3 folds
+    cell            the outputs of one stride, height x width                             2 x 2
+    part            what a thread gathers of a row of a cell                              1: the whole row
+    phase           the place of an output in its cell                                    one of 4
 
 It is for 16-bit types and TF32, NCHW and one group. ``tiles_of`` gives tiles where
 
 - a line block has all taps of some output channels, and some tap reaches each phase;
-- images have at most 256 inputs, or else image and kernel have one row, of whose windows neighbours share 32 inputs at
-  most;
+- images have at most 256 inputs, or image and kernel have one row, which is cut into windows; neighbouring windows
+  share at most 32 inputs;
 - inputs of an image are a multiple of four, and there are at most 16 cells for each;
 - in 16 bits, rows of weights begin at multiples of 16 bytes.
 """
@@ -55,7 +56,7 @@ _COST = costs_of("sm90/gemm_fold_pixels")  # gemmconv/costs/h200.json: unit, mea
 _MOST_POSITIONS = 2 * BLOCK_POSITIONS  # positions of an item
 _MOST_SUMS = 256  # lines of a line block times position blocks of an item: a thread has half as many sums in registers
 _MOST_CELLS = 16  # cells for each input: with more, at least 15 of 16 cells have no input pixel of their own
-_FOLD_LINES = 32  # lines of a fold at least, if two such folds fit the shared memory that they may take
+_FOLD_LINES = 32  # lines of a fold at least; fewer where two such folds do not fit shared memory
 _COLUMN_BYTES = 40 << 10  # bytes of shared memory that two folds may always take
 _MOST_COLUMN_BYTES = 72 << 10  # bytes that they may take if an item's inputs and two stages of weights leave so many
 _MOST_HALO = 32  # inputs of a window that its neighbours have too
@@ -158,7 +159,7 @@ class Tile(PositionRows):
 
     @property
     def parts(self) -> int:
-        """Parts of each row of a cell, for as many threads, which find their taps by a formula for dilation 1."""
+        """Parts of each row of a cell, a thread for each. Only for dilation 1 can threads find the taps of a part."""
         return self.problem.stride[1] // self.vector if self.problem.dilation[1] == 1 else 1
 
     @property
@@ -242,8 +243,10 @@ class GemmFoldPixels(OneFormatForward):
         """The tile for another size, with the same compiled kernel.
 
         The kernel is compiled for lines, with or without windows (of one row), ``position_blocks``, ``fold_turns``,
-        ``vector`` and ``piece``. A size must have the same of each; its items may have fewer positions than the
-        position blocks hold. Images of an item, sets and windows are arguments of the kernel.
+        ``vector`` and ``piece``; its other macros follow from these and the layer. A size must have the same of each;
+        its items may have fewer positions than the position blocks hold. Images of an item, sets and windows are
+        arguments of the kernel. So the example's kernel serves 100 images of 4 x 4, with four in an item of 64
+        positions, and 7 of 12 x 10, one in an item of 120, but none of 16 x 16, which take two position blocks.
         """
         p = config.problem
         if not pixels_on_m.serves(p, tile.itemsize, tile.multiprocessors):
