@@ -22,6 +22,7 @@ from gemmconv.dispatch import HARMLESS_MODES
 from gemmconv.functional import conv_transpose2d
 from gemmconv.kernels.base import Precision
 from gemmconv.module import ConvTranspose1d, ConvTranspose2d, ConvTranspose3d, Layer
+from gemmconv.ops import followers
 from gemmconv.rank import conv_transpose1d, conv_transpose3d
 from gemmconv.selection import NAMES
 from gemmconv.tuned import log
@@ -122,6 +123,7 @@ def revert(model: Model) -> Model:
         if "forward" in vars(module):
             log.warning("revert: a %s stays, since its forward was replaced: revert before that", base.__name__)
             continue
+        followers.forget(module._position)  # type: ignore[arg-type]
         _set_base(module, TORCHS[base])
         for name in _OWN_ATTRIBUTES:
             module.__dict__.pop(name, None)

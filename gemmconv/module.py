@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from copy import deepcopy
 from functools import partial
 from typing import Any, Literal
 
@@ -63,8 +64,9 @@ class Layer(nn.Module):
         self._register()
 
     def _register(self) -> None:
-        """Enter a new layer into the order by which later layers' kernels are compiled in the background."""
-        self._position = followers.register(self)
+        """Enter a new layer of signals or images into the order by which followers.py guesses later layers' calls."""
+        if self._axes < 3:
+            self._position = followers.register(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a copied or unpickled layer, as a new one in that order."""
@@ -89,6 +91,7 @@ class Layer(nn.Module):
             *(self.algorithm, self.precision, self.workspace_limit),
         )
         if (last := self._last_arguments) is None or last[0] != attributes:
+            attributes = deepcopy(attributes)  # a list may be edited in place later
             arguments = attributes if self._axes > 1 else (*rank.of_height_1(*attributes[:5]), *attributes[5:])
             self._last_arguments = last = attributes, (arguments, call_cache.arguments_key(arguments))
         return last[1]

@@ -166,6 +166,26 @@ for seed in range(200, 212):
     in_process(code, GEMMCONV_EXECUTOR="python")
 
 
+@pytest.mark.parametrize("executor", ["c", "python"])
+def test_gemm_col2im_sums_in_float32_under_autocast(executor):
+    """Columns of 25 x 25 taps in bfloat16 would have 0.1 of error; so have gradients, called inside of autocast."""
+    code = """
+x, w = torch.randn(2, 96, 20, 30), torch.randn(96, 2, 25, 25) / 60
+with torch.autocast("cpu", torch.bfloat16):
+    output = gemmconv.conv_transpose2d(x, w, algorithm="gemm_col2im")
+exact = torch.nn.functional.conv_transpose2d(x.bfloat16().double(), w.bfloat16().double())
+print(float((output - exact).abs().max() / exact.abs().max()) < 2**-8)
+x.requires_grad_(), w.requires_grad_()
+output = gemmconv.conv_transpose2d(x, w, algorithm="gemm_col2im")
+with torch.autocast("cpu", torch.bfloat16):
+    found = torch.autograd.grad(output.sum(), (x, w))
+wide = x.detach().double().requires_grad_(), w.detach().double().requires_grad_()
+expected = torch.autograd.grad(torch.nn.functional.conv_transpose2d(*wide).sum(), wide)
+print(all(float((a - b).abs().max() / b.abs().max()) < 1e-5 for a, b in zip(found, expected)))
+"""
+    assert in_process(code, GEMMCONV_EXECUTOR=executor) == "True\nTrue\n"
+
+
 @by_pass
 def test_comparisons_fail_on_wrong_data(place):
     trial = Trial(Case(1, 3, 4, (3, 5), (3, 3), (2, 2)))

@@ -350,3 +350,52 @@ def test_modules_may_be_made_and_called_by_many_threads(asked):
     in_threads(*[work] * 4)
     sys.setswitchinterval(before)
     assert not failed
+
+
+EQUAL = [(8, 8, 4, 2, 1)] * 4
+
+
+def call_all(layers, size):
+    for i, layer in enumerate(layers):
+        layer(noise(2, 8, (size << i, size << i)))
+
+
+def test_a_layer_converted_again_has_each_follower_once(asked, monkeypatch):
+    model = on_gpu(gemmconv.convert(model_of(nn.ConvTranspose2d, EQUAL)))
+    layers = layers_of(model)
+    call_all(layers, 4)
+    for size in (5, 6):
+        compile_something(monkeypatch)
+        gemmconv.convert(gemmconv.revert(model))
+        call_all(layers, size)
+        assert [one() for one in followers._chains[layers[0]].followers] == layers[1:]
+
+
+def test_reverted_layers_are_forgotten(asked):
+    model = model_of(nn.ConvTranspose2d, EQUAL)
+    for _ in range(3):
+        with gemmconv.converted(model):
+            assert len(followers._unguessed) == 4
+    assert not followers._unguessed
+
+
+def test_a_guess_is_about_the_size_that_it_was_made_from(asked, monkeypatch):
+    """Another thread makes it after the first layer was called at a second size."""
+    works = []
+    monkeypatch.setattr(pool, "submit", lambda work, urgent: works.append(work))
+    layers = layers_of(on_gpu(model_of(gemmconv.ConvTranspose2d, EQUAL)))
+    layers[0](noise(2, 8, (4, 4)))
+    layers[0](noise(2, 8, (5, 5)))
+    works[0]()
+    for i, layer in enumerate(layers[1:], 1):
+        layer(noise(2, 8, (5 << i, 5 << i)))
+    assert len(followers._chains[layers[0]].followers) == 3
+
+
+def test_a_layer_of_another_rank_is_passed_over(asked):
+    first = on_gpu(nn.Sequential(gemmconv.ConvTranspose2d(8, 8, 4, 2, 1)))[0]
+    between = gemmconv.ConvTranspose1d(8, 8, 4, 2, 1), gemmconv.ConvTranspose3d(8, 8, 4, 2, 1)
+    last = on_gpu(nn.Sequential(gemmconv.ConvTranspose2d(8, 8, 4, 2, 1)))[0]
+    first(noise(2, 8, (4, 4)))
+    assert [one() for one in followers._chains[first].followers] == [last]
+    assert between

@@ -224,3 +224,15 @@ def test_a_known_layer_that_changes_is_computed_with_what_it_has_then(change):
     weight = torch.randn(2, 3, 2, 2)
     called = [torch.func.functional_call(layer, {"weight": weight}, (image,)) for layer in (theirs, ours)]
     torch.testing.assert_close(*called, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("axes", [1, 2, 3])
+def test_a_list_that_is_edited_in_place_counts(axes):
+    kinds = {1: "ConvTranspose1d", 2: "ConvTranspose2d", 3: "ConvTranspose3d"}
+    layer, torchs = (getattr(owner, kinds[axes])(2, 2, 3) for owner in (gemmconv, torch.nn))
+    x = torch.ones(1, 2, *[5] * axes)
+    for one in (layer, torchs):
+        one.stride = [2] * axes
+        one(x)
+        one.stride[0] = 1
+    assert layer(x).shape == torchs(x).shape

@@ -93,7 +93,7 @@ class Algorithm(ABC):
         return choice is not None and choice.kernel.computed_in is torch.contiguous_format
 
     def prepare(self, config: Config, direction: Pass) -> Callable[..., Any]:
-        """Prepare the call of a pass that it serves; ``"grads"`` if :meth:`grads_estimate` is finite."""
+        """Prepare the call of a pass that it serves; ``"grads"`` where one call computes both gradients."""
         choice = self.choice(config, direction)
         assert choice is not None
         return choice.kernel.prepare(config, direction, choice.tile)

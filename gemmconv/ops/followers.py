@@ -2,15 +2,16 @@
 
 Most models call their modules in the order in which these were made, and each gets a signal or an image of the size
 that the one before it returned. So the first call of a step is enough to guess the others, whose kernels are compiled
-at the same time. At a new size that module guesses again, if kernels were compiled since its last guess. It makes no
-further guess about a module that was called with another size than guessed. Only compilations depend on guesses.
+at the same time. At a new size that module guesses again, if kernels were compiled since its last guess. If a module is
+called with another size than guessed, no further guess is made about it and those behind it. (It is not noticed if the
+cache already has that call.) Only compilations depend on guesses.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -42,6 +43,7 @@ class _Chain:
     axes: int  # of all of them, 1 for signals and 2 for images
     input_shape: torch.Size  # in the module's last call that was not in the cache
     compilations: int  # of this process when the last guess was made
+    was_wrong: bool = False  # whether a guess was wrong, after which no follower is added
     followers: list[ref[nn.Module]] = field(default_factory=list)
 
 
@@ -62,6 +64,11 @@ def register(module: nn.Module) -> int:
     position = next(_next_position)
     _unguessed[position] = module
     return position
+
+
+def forget(position: int) -> None:
+    """Take a module out of that order, which is no layer of ours any more."""
+    _unguessed.pop(position, None)
 
 
 def compile_followers(position: int, module: nn.Module, tensors: Tensors) -> None:
@@ -86,16 +93,16 @@ def compile_followers(position: int, module: nn.Module, tensors: Tensors) -> Non
         from gemmconv.kernels import bind  # needs the CUDA packages, which are there
 
         count = bind.compilation_count()
-        if chain is None:
+        if is_first or chain is None:  # first again, with a new position, if it was converted again
             chain = _chains[module] = _Chain(tensors[1].dim() - 2, shape, count)
         elif chain.compilations == count:
             chain.input_shape = shape
             return
         chain.input_shape, chain.compilations = shape, count
         recorded, cast = torch.is_grad_enabled(), torch.get_autocast_dtype("cuda") if is_autocasting("cuda") else None
-        own = (_without_data(_as_images(module, one), recorded, cast) for one in tensors[:2])
-        call = (*own, _without_data(tensors[2], recorded, cast)), _options_of(module)
-        bind.in_background(partial(_compile_guesses, chain, position if is_first else None, call, recorded, cast))
+        call = tuple(_without_data(module, one, recorded, cast) for one in tensors), _options_of(module)
+        guesses = partial(_guess_calls, chain, shape, position if is_first else None, call, recorded, cast)
+        bind.in_background(partial(_compile_guesses, guesses, recorded, cast))
 
 
 def _forget_if_wrong(module: nn.Module, shape: torch.Size) -> None:
@@ -106,12 +113,7 @@ def _forget_if_wrong(module: nn.Module, shape: torch.Size) -> None:
     axes, followers = guess.chain.axes, [one() for one in guess.chain.followers]
     if guess.shape[-axes:] != shape[-axes:] and module in followers:
         del guess.chain.followers[followers.index(module) :]
-
-
-def _as_images(module: Any, tensor: Any) -> Any:
-    """A layer's input or weight with a batch; that of a signal gets a height of 1, as the equal image has."""
-    tensor = tensor if tensor.dim() == len(module.kernel_size) + 2 else tensor.unsqueeze(0)
-    return tensor if tensor.dim() == 4 else tensor.unsqueeze(-2)
+        guess.chain.was_wrong = True
 
 
 def compile_calls(calls: Sequence[Call], backward: bool, dtype: torch.dtype | None = None) -> list[Future[Any]]:
@@ -125,39 +127,42 @@ def compile_calls(calls: Sequence[Call], backward: bool, dtype: torch.dtype | No
     return [future for future in chosen if future is not None]
 
 
-def _compile_guesses(chain: _Chain, position: int | None, call: Call, recorded: bool, cast: torch.dtype | None) -> None:
+def _compile_guesses(guesses: Callable[[], Iterator[Call]], recorded: bool, cast: torch.dtype | None) -> None:
     calls: list[Call] = []
     with suppress(Exception):  # a module is gone, or cannot be called with this input
-        calls.extend(_guess_calls(chain, position, call, recorded, cast))
+        calls.extend(guesses())
     compile_calls(calls, recorded, None if cast is None else torch.float32)
 
 
 def _guess_calls(
-    chain: _Chain, position: int | None, call: Call, recorded: bool, cast: torch.dtype | None
+    chain: _Chain, chain_shape: torch.Size, position: int | None, call: Call, recorded: bool, cast: torch.dtype | None
 ) -> Iterator[Call]:
-    """Guess the calls of a chain's followers from the call before them.
+    """Guess the calls of a chain's followers from the call of its first module, whose input has ``chain_shape``.
 
-    With the position of the module that is called, the chain's followers are found first: modules made after it.
+    With the position of that module, the chain's followers are found first: modules made after it.
     """
     tensors, arguments = call
     problem = checked_problem("conv_transpose2d", tensors, None, arguments)
-    chain_shape, known = chain.input_shape, chain.followers.copy()
+    known = chain.followers.copy()
     for i in range(_MOST_GUESSES if position is not None else len(known)):
         module: Any = known[i]() if position is None else _unguessed[position + 1 + i]
         weight, bias = _find_tensor(module, "weight"), _find_tensor(module, "bias")
-        # A layer of another rank, or with so many channels, is another network's.
-        if weight.dim() != chain.axes + 2 or module.in_channels > 2 * problem.out_channels:
+        if weight.dim() != chain.axes + 2:  # a layer of another rank is called with other outputs than these
+            continue
+        if module.in_channels > 2 * problem.out_channels:  # with so many channels it is another network's
             return
         shape = problem.batch, module.in_channels, *problem.output_size
         strides = strides_of(shape, memory_format(*tensors[:2]))
         input = WithoutData.of(shape, strides, tensors[0].dtype, tensors[0].device)
         input.requires_grad_(any(one is not None and one.requires_grad for one in tensors))
-        parameters = _without_data(_as_images(module, weight), recorded, cast), _without_data(bias, recorded, cast)
+        parameters = (_without_data(module, one, recorded, cast) for one in (weight, bias))
         tensors, arguments = (input, *parameters), _options_of(module)
         problem = checked_problem("conv_transpose2d", tensors, None, arguments)
         if math.prod(problem.output_shape) > _MOST_ELEMENTS:
             return
         if position is not None:
+            if chain.was_wrong:
+                return
             del _unguessed[position + 1 + i]
             chain.followers.append(ref(module))
         _guesses[module] = _Guess(chain, chain_shape, input.shape)
@@ -174,9 +179,17 @@ def _find_tensor(module: nn.Module, name: str) -> Any:
     return module._parameters.get(name, vars(module).get(name))
 
 
-def _without_data(tensor: Any, recorded: bool, cast: torch.dtype | None) -> Any:
-    """A tensor's shape, strides and device, with its dtype after autocast."""
+def _without_data(module: Any, tensor: Any, recorded: bool, cast: torch.dtype | None) -> Any:
+    """A stand-in for a tensor of a layer's call as images, with the dtype that autocast gives it.
+
+    An input gets a batch, if it has none; inputs and weights of signals get a height of 1.
+    """
     if tensor is None:
         return None
-    made = without_data(tensor, None if cast is None else dtype_of(tensor, cast))
-    return made if recorded else made.requires_grad_(False)
+    image = tensor
+    with torch.no_grad():  # else views would be autograd nodes of this thread
+        if tensor.dim() > 1:  # no bias
+            image = image if image.dim() == len(module.kernel_size) + 2 else image.unsqueeze(0)
+            image = image if image.dim() == 4 else image.unsqueeze(-2)
+    made = without_data(image, None if cast is None else dtype_of(tensor, cast))
+    return made.requires_grad_(recorded and tensor.requires_grad)

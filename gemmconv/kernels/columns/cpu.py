@@ -23,8 +23,8 @@ from gemmconv.kernels.cpu.direct import layer_of
 from gemmconv.kernels.cpu.library import address, integers, isa_name, kernels_for
 from gemmconv.kernels.integers import up_to_multiple
 
-# Limits of the rule below. Among 290 layers with 1 to 8 output channels and 1 or 2 threads on two cores of an x86 CPU,
-# layers within them are 1.06 to 6 times as fast as with torch's operator (oneDNN 3.11), geometric mean 3.1 times.
+# Limits of the rule below, fitted to 290 layers with 1 to 8 output channels on two cores of an x86 CPU, with a fold of
+# our own. With torch's fold, layers within them are 0.9 to 6.5 times as fast as with torch's operator (oneDNN 3.11).
 _INPUTS_OF_AN_OUTPUT, _VALUES_OF_A_THREAD = 24, 4096
 
 CACHED_BYTES = 4 << 20  # bytes of columns that the C kernels fold at once: what two to four cores' L2 caches hold
@@ -40,8 +40,8 @@ def is_few_outputs(in_channels: int, out_channels: int) -> bool:
 def is_faster_than_torch(config: Config) -> bool:
     """Whether a forward pass is faster as columns than by torch's operator.
 
-    It is if oneDNN is slow, in float32 and NCHW, and the addition of a tap is long enough for all threads: at least
-    4096 of its ``N * C_out * H_in * W_in`` values for each. Gradients never are.
+    It is if oneDNN is slow, in float32 and NCHW, and there is enough work: at least 4096 of the
+    ``N * C_out * H_in * W_in`` values of a tap for each thread. Gradients never are.
     """
     p = config.problem
     values = p.batch * p.out_channels * p.in_pixels
@@ -64,8 +64,9 @@ def is_in_c(config: Config) -> bool:
 
 
 def dtype_of_columns(config: Config, direction: Pass) -> torch.dtype:
-    """The type of columns: that of sums in a forward pass, and in C; else that of grad_output, which is unfolded."""
-    return accumulator_dtype(config.dtype) if direction == "forward" or is_in_c(config) else config.dtype
+    """The type of columns: that of sums in a forward pass, and on a CPU; else that of grad_output."""
+    is_wide = direction == "forward" or config.device.type == "cpu"
+    return accumulator_dtype(config.dtype) if is_wide else config.dtype
 
 
 class Ring(NamedTuple):
@@ -136,6 +137,7 @@ def _prepare_forward(config: Config, chunks: Chunking) -> Callable[..., torch.Te
     """
     p, wide = config.problem, accumulator_dtype(config.dtype)
 
+    @torch.autocast("cpu", enabled=False)  # columns would have its dtype
     def forward(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         output, input, weights = input.new_empty(p.output_shape), input.contiguous(), _weights(p, weight, wide)
         for chunk in chunks:
@@ -144,13 +146,14 @@ def _prepare_forward(config: Config, chunks: Chunking) -> Callable[..., torch.Te
             if columns.numel():
                 (top, bottom), (left, right) = _area(p, chunk)
                 size, (first, last) = (bottom - top, right - left), chunk.out_rows
-                area = F.fold(columns.flatten(1, 2), size, p.kernel_size, p.dilation, stride=p.stride)
-                sums = _window(area, (first - top, last - top), (-left, p.output_size[1] - left))
+                sums = F.fold(columns.flatten(1, 2), size, p.kernel_size, p.dilation, stride=p.stride)
+                sums = _window(sums, (first - top, last - top), (-left, p.output_size[1] - left))
             else:
                 sums = target.new_zeros(target.shape, dtype=wide)
             if bias is not None:
                 sums += bias.to(wide).view(-1, 1, 1)
             target.copy_(sums)
+            del columns, sums  # before the next chunk's are made
         return with_strides(output, strides_of(p.output_shape, config.memory_format))
 
     return forward
@@ -168,8 +171,8 @@ def prepare(config: Config, direction: Pass, chunks: Chunking, elements: int, sl
         images, pixels = grad_output[slice(*chunk.images)], chunk.rows * p.input_size[1]
         shape = chunk.count, p.groups, p.gemm_m, pixels
         if kernels is None:
-            unfolded = F.unfold(_window(images, *_area(p, chunk)), p.kernel_size, p.dilation, stride=p.stride)
-            return unfolded.view(shape).to(wide)
+            images = _window(images, *_area(p, chunk)).to(wide)
+            return F.unfold(images, p.kernel_size, p.dilation, stride=p.stride).view(shape)
         columns, rows = buffer[: math.prod(shape)].view(shape), integers(chunk.in_rows)
         for image, of_image in zip(images, columns, strict=True):
             kernels.im2col(
@@ -178,6 +181,7 @@ def prepare(config: Config, direction: Pass, chunks: Chunking, elements: int, sl
             )
         return columns
 
+    @torch.autocast("cpu", enabled=False)
     def gradients(grad_output: torch.Tensor, input: torch.Tensor | None, weight: torch.Tensor | None) -> Any:
         grad_output, buffer = grad_output.contiguous(), grad_output.new_empty(elements if kernels else 0, dtype=wide)
         grad_input = grad_weight = None
@@ -193,6 +197,7 @@ def prepare(config: Config, direction: Pass, chunks: Chunking, elements: int, sl
             if input is not None:
                 # [images, groups, K, M] without a name, which would hold its memory until the call ends
                 partials[: chunk.count] += (_pixels(p, input, chunk, wide) @ columns.mT).view(-1, *p.weight_shape)
+            del columns  # before the next chunk's are made
         if grad_input is not None:
             grad_input = with_strides(grad_input, strides_of(p.input_shape, config.memory_format))
         if input is not None:
