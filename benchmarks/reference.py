@@ -16,7 +16,6 @@ from functools import partial
 import torch
 
 from benchmarks.workloads import Workload
-from gemmconv.compare.measure import spread_images
 from gemmconv.geometry import Problem
 
 _CHUNK_BYTES = {"cuda": 4 << 30, "cpu": 256 << 20}  # float64 temporaries
@@ -95,11 +94,16 @@ class Reference:
         if per_image and len(result) != self.images[-1] + 1:  # the last image is always among them
             return math.inf
         if not per_image:
-            return _relative([(result, expected)])
+            return relative_error(result, expected)
         step = max(1, _CHUNK_BYTES[result.device.type] // (32 * max(1, expected[0].numel())))
         if len(self.images) == len(result):
             return _relative([(result[i : i + step], expected[i : i + step]) for i in range(0, len(result), step)])
         return _relative([(result[image], expected[row]) for row, image in enumerate(self.images)])
+
+
+def relative_error(result: torch.Tensor, expected: torch.Tensor) -> float:
+    """``||result - expected|| / ||expected||``, in float64."""
+    return _relative([(result, expected)])
 
 
 def _relative(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
@@ -200,6 +204,16 @@ def _row_blocks(problem: Problem, images: int) -> int:
 def _in_rows(images: torch.Tensor, blocks: int) -> torch.Tensor:
     """``[N, groups, C, pixels]`` as ``[N, groups, blocks, C, pixels/blocks]``."""
     return images.unflatten(3, (blocks, -1)).transpose(2, 3)
+
+
+def spread_images(batch: int, most: int) -> list[int]:
+    """At most so many images of a batch, but at least one, evenly spread; the last is always among them.
+
+    >>> spread_images(9, 3), spread_images(9, 0)
+    ([0, 4, 8], [8])
+    """
+    count, last = max(1, min(batch, most)), batch - 1
+    return sorted({last - round(i * last / max(1, count - 1)) for i in range(count)})
 
 
 def _kept_images(problem: Problem, device: torch.device) -> list[int]:
