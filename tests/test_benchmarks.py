@@ -856,6 +856,13 @@ def test_check_refuses_another_machine(tmp_path):
 RUN = {**ABOUT, "ceilings": {}}
 
 
+def page_in(folder):
+    """A page with nothing between its markers."""
+    page = folder / "results.md"
+    page.write_text(f"# Title\n\n{report.START}\nold\n{report.END}\n\nend\n")
+    return page
+
+
 def losing_and_winning():
     torch_rows = [row_of(algorithm="torch_nchw", median_ms=2.0, took="", workload=name) for name in ("kb57", "kb65")]
     return results.with_ratios([*torch_rows, row_of(), row_of(workload="kb65", median_ms=8.0)], [ABOUT])
@@ -873,8 +880,7 @@ def test_summary_puts_losing_rows_first():
 
 def test_report_writes_the_newest_of_a_gpu_between_the_markers(tmp_path, monkeypatch):
     monkeypatch.setattr(report, "_RESULTS", tmp_path)
-    page = tmp_path / "results.md"
-    page.write_text(f"# Title\n\n{report.START}\nold\n{report.END}\n\nend\n")
+    page = page_in(tmp_path)
     with pytest.raises(SystemExit):
         report.main(["--page", str(page)])
     for name, day in (("gpu", 2), ("older", 1), ("cpu-2-threads", 3)):
