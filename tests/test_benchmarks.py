@@ -168,7 +168,7 @@ def test_reference_agrees_with_the_tests_own(layer):
 
 
 def test_reference_keeps_the_last_image_when_memory_is_short(monkeypatch):
-    monkeypatch.setattr("benchmarks.reference._KEPT_CPU_BYTES", 8 * 3 * 6 * 19 * 8)
+    monkeypatch.setattr("benchmarks.reference._limits", lambda device: (256 << 20, 8 * 3 * 6 * 19 * 8))
     workload = custom("n9 c4x6 k3x2 h9 w8 s2x1")
     tensors = random_tensors(workload, CPU)
     kept = float64_reference(workload.problem, tensors)
