@@ -36,7 +36,7 @@ help:
 	@echo "PIP_EXTRA_INDEX_URL at the package index of torch's CPU builds."
 
 demo: $(VENV)/.installed-demo
-	$(BIN)/python -m gemmconv demo
+	$(BIN)/python -m benchmarks.algorithms
 
 bench: $(VENV)/.installed-demo
 	$(BIN)/python -m benchmarks.compare --charts

@@ -29,6 +29,7 @@ fit           corrections of estimates, fitted to the times that rows keeps
 fold          col2im and im2col alone
 volumes       layers of volumes, device time and wall-clock time
 kernelbench   KernelBench's problems with a transposed convolution, converted
+algorithms    every algorithm beside torch on a few layers: tables and a chart, for `make demo`
 cpu           layers and networks on a CPU: every algorithm beside torch, as calls of modules
 cpu_fit       the rule by which auto chooses on a CPU, fitted to rows of cpu
 """

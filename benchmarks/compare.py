@@ -23,7 +23,7 @@ from benchmarks.report import draw_charts, write_summary
 from benchmarks.results import MODES, RESULTS, Key, Results, Row, in_mode
 from benchmarks.timing import QUICK, Effort
 from benchmarks.workloads import SUITES, Workload, custom, select, shrunk
-from gemmconv.compare.layers import pick_device
+from gemmconv.flags import pick_device
 
 # A CPU measures a layer's forward pass in some tens of milliseconds below these.
 _CPU_FLOPS, _CPU_BYTES = 400_000_000, 32 << 20

@@ -15,13 +15,13 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
 import gemmconv
 from benchmarks.reference import Tensors
 from gemmconv import algorithms, ops, pairs, selection
-from gemmconv.compare.measure import module_of
 from gemmconv.geometry import Problem
-from gemmconv.kernels.base import Config, Direction
+from gemmconv.kernels.base import Config, Direction, Precision
 
 T = TypeVar("T")
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
@@ -177,10 +177,20 @@ class Contender:
 
         return call
 
-    def module(self, problem: Problem, tensors: Tensors) -> torch.nn.Module:
-        """The layer as a module that holds the tensors' parameters; that of ``unfused`` is torch's own."""
-        algorithm = self.name if self.kind == "gemmconv" else None
-        return module_of(problem, tensors.weight, tensors.bias, algorithm)
+    def module(self, problem: Problem, tensors: Tensors, precision: Precision | None = None) -> nn.ConvTranspose2d:
+        """The layer as a module that holds the tensors' parameters; that of ``unfused`` is torch's own.
+
+        ``precision`` is how gemmconv rounds products, None for torch's setting.
+        """
+        p = problem
+        channels, window = (p.in_channels, p.out_channels), (p.kernel_size, p.stride, p.padding, p.output_padding)
+        make: Callable[..., nn.ConvTranspose2d] = nn.ConvTranspose2d
+        if self.kind == "gemmconv":
+            make = partial(gemmconv.ConvTranspose2d, algorithm=self.name, precision=precision)
+        module = make(*channels, *window, p.groups, tensors.bias is not None, p.dilation, device="meta")
+        module.weight = nn.Parameter(tensors.weight)
+        module.bias = None if tensors.bias is None else nn.Parameter(tensors.bias)
+        return module
 
 
 def _unfused(problem: Problem) -> Forward:

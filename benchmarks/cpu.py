@@ -35,23 +35,21 @@ import gemmconv
 from benchmarks import environment
 from benchmarks.commands import chosen, separated
 from benchmarks.contenders import DEFAULTS, LAYOUTS
-from benchmarks.measure import first_line, verdict
-from benchmarks.networks import UNet, dcgan, fsrcnn, hifigan
+from benchmarks.measure import error_bar, first_line, verdict
+from benchmarks.networks import UNet, dcgan, errors_of, fsrcnn, hifigan
 from benchmarks.random_layers import random_layers
 from benchmarks.reference import Tensors, random_tensors, reference
 from benchmarks.results import RESULTS, replace_file, table_text
 from benchmarks.summary import text_table
-from benchmarks.timing import Run
 from benchmarks.turns import INFERENCE, TRAINING
 from benchmarks.workloads import Workload, parse_layer, shrunk
-from gemmconv.compare.layers import integer
-from gemmconv.compare.measure import error_bar, relative_error
+from gemmconv.flags import DTYPES, integer
 from gemmconv.kernels.cpu.library import isa_name
 from gemmconv.selection import NAMES
+from gemmconv.timing import Run
 
 CPU = torch.device("cpu")
 ALGORITHMS = ("auto", *NAMES)
-DTYPES: dict[str, torch.dtype] = {one: getattr(torch, one) for one in ("float32", "bfloat16", "float16", "float64")}
 
 # The gradients that each pass computes. Of the last two the backward call alone is timed.
 PASSES: dict[str, tuple[str, ...]] = {"forward": (), "both": ("input", "weight", "bias")}
@@ -286,11 +284,7 @@ def network_rows(name: str, how: argparse.Namespace) -> Iterator[list[Row]]:
     for batch, step in ((1, INFERENCE), (1, TRAINING), (8, INFERENCE), (8, TRAINING)):
         network, images = _network(name, batch, how)
         _, results = _network_side(copy.deepcopy(network).double(), images.double(), step)
-        exact = results()
-
-        def errors_of(found: Results, exact: Results = exact) -> Errors:
-            return {which: relative_error(found[which], right) for which, right in exact.items()}
-
+        errors = partial(errors_of, exact=results())
         row = {"name": name, "batch": batch, "input": "x".join(map(str, images.shape[1:])), "dtype": how.dtype}
         row |= {"memory_format": how.layout, "pass": step, "algorithm": "auto", "first_torch_ms": "", "first_ms": ""}
         if step == INFERENCE:
@@ -298,7 +292,7 @@ def network_rows(name: str, how: argparse.Namespace) -> Iterator[list[Row]]:
             row |= {"first_ms": _first_ms(f"{name},{batch},gemmconv", how)}
         networks = [copy.deepcopy(network), copy.deepcopy(network), gemmconv.convert(copy.deepcopy(network))]
         make = [partial(_network_side, one, images, step) for one in networks]
-        yield compare([row], make, errors_of, bar, how.seconds)
+        yield compare([row], make, errors, bar, how.seconds)
 
 
 def _network(name: str, batch: int, how: argparse.Namespace) -> tuple[nn.Module, Tensor]:
@@ -430,7 +424,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--seed", type=int, default=0, help="of the suite random (default: 0)")
     add("--passes", type=separated, metavar="P", help=f"of {', '.join(PASSES)} (default: forward)")
     add("--algorithms", type=separated, metavar="A", help=f"of {', '.join(ALGORITHMS)} (default: all)")
-    add("--dtype", choices=DTYPES, default="float32")
+    add("--dtype", choices=sorted(DTYPES), default="float32")
     add("--channels-last", action="store_true", help="inputs, weights and gradients in channels_last")
     add("--threads", type=integer, help="threads of torch and gemmconv (default: torch's)")
     add("--seconds", type=float, default=3.0, help="for the rounds of a layer's pass, about (default: 3)")

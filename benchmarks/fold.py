@@ -16,8 +16,9 @@ import torch.nn.functional as F
 
 import gemmconv
 from benchmarks.floor import measure_ceilings
-from gemmconv.compare.measure import relative_error
-from gemmconv.compare.timing import medians_ms
+from benchmarks.reference import relative_error
+from benchmarks.summary import text_table
+from benchmarks.timing import medians_ms
 
 GEOMETRIES: dict[str, tuple[Any, ...]] = {
     # name: images [N, C, H, W], kernel, dilation, padding, stride
@@ -38,7 +39,7 @@ def main() -> int:
     device, wrong = torch.device("cuda", torch.cuda.current_device()), 0
     copy = measure_ceilings(device, ()).copy_tbps
     print(f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}; copy {copy:.2f} TB/s")
-    print(f"{'geometry':<25} {'dtype':<9} {'MB':>5} {'col2im':>16} {'im2col':>16} {'torch fold':>11} {'error':>8}")
+    cells = []
     for name, (shape, *window) in GEOMETRIES.items():
         for dtype, bar in BARS.items():
             images = torch.randn(shape, device=device).to(dtype)
@@ -50,21 +51,13 @@ def main() -> int:
             moved = (columns.nbytes + images.nbytes) / 1e9
             if error > bar or not exact:
                 wrong += 1
-                print(f"{name:<25} {str(dtype)[6:]:<9} is wrong: error {error:.1e}, im2col exact: {exact}")
+                print(f"{name}, {str(dtype)[6:]} is wrong: error {error:.1e}, im2col exact: {exact}")
                 continue
-            fold_ms, unfold_ms, torch_ms = medians_ms(
-                [
-                    partial(gemmconv.col2im, columns, size, *window),
-                    partial(gemmconv.im2col, images, *window),
-                    partial(F.fold, columns, size, *window),
-                ],
-                device,
-            )
-            rates = [f"{ms:7.3f} ms {moved / ms / copy:4.0%}" for ms in (fold_ms, unfold_ms)]
-            print(
-                f"{name:<25} {str(dtype)[6:]:<9} {1e3 * moved:5.0f} {rates[0]:>16} {rates[1]:>16} "
-                f"{torch_ms:8.2f} ms {error:8.1e}"
-            )
+            runs = partial(gemmconv.col2im, columns, size, *window), partial(gemmconv.im2col, images, *window)
+            *ours, torch_ms = medians_ms([*runs, partial(F.fold, columns, size, *window)], device)
+            rates = [f"{ms:.3f} ms {moved / ms / copy:4.0%}" for ms in ours]
+            cells.append([name, str(dtype)[6:], f"{1e3 * moved:.0f}", *rates, f"{torch_ms:.2f} ms", f"{error:.1e}"])
+    print(text_table(("geometry", "dtype", "MB", "col2im", "im2col", "torch fold", "error"), cells, left=2))
     return int(wrong > 0)
 
 

@@ -36,7 +36,7 @@ from benchmarks.turns import (
     timed,
 )
 from benchmarks.workloads import Workload, parse_layer
-from gemmconv.compare.layers import pick_device
+from gemmconv.flags import pick_device
 
 # The host's time depends on the number of launches. These layers have one to four for a pass.
 _LAYERS = {

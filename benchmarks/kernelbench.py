@@ -30,8 +30,9 @@ from torch import Tensor
 import gemmconv
 from benchmarks.commands import Progress
 from benchmarks.contenders import torch_settings
-from gemmconv.compare.measure import relative_error
-from gemmconv.compare.timing import medians_ms
+from benchmarks.reference import relative_error
+from benchmarks.summary import markdown_table, times_text
+from benchmarks.timing import medians_ms
 
 _NAMES = re.compile(r"ConvTranspose[123]d|conv_transpose[123]d")
 _LEAST_ERROR = {"cuda": 2e-3, "cpu": 1e-5}  # relative to the norm: TF32 on a GPU, float32 on a CPU
@@ -121,12 +122,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def print_table(rows: dict[str, dict[str, Any]], failed: dict[str, str]) -> None:
     """Print a line for each problem, those that lose first, and the geometric mean of each column's speed."""
     columns = [name for name in next(iter(rows.values()), {}) if name not in ("layers", "torch", "again")]
-    print("| problem | layers of ours | torch, ms | torch again | " + " | ".join(columns) + " |")
-    print("|---|--:|--:|--:|" + "--:|" * len(columns))
+    cells = []
     for name, row in sorted(rows.items(), key=lambda item: item[1]["torch"] / item[1]["converted"]):
-        speeds = " | ".join(f"{row['torch'] / row[column]:.2f}x" for column in columns)
-        mark = " (slower)" if is_slower(row) else ""
-        print(f"| {name}{mark} | {row['layers']} | {row['torch']:.3f} | {row['again']:.3f} | {speeds} |")
+        times = (f"{row[one]:.3f}" for one in ("torch", "again"))
+        speeds = (times_text(row["torch"] / row[column]) for column in columns)
+        cells.append([name + " (slower)" * is_slower(row), str(row["layers"]), *times, *speeds])
+    print(markdown_table(["problem", "layers of ours", "torch, ms", "torch again", *columns], cells))
     for column in columns if rows else ():
         print(f"{column}: {geometric_mean(row['torch'] / row[column] for row in rows.values()):.3f}x torch's speed")
     taken = sum(row["layers"] > 0 for row in rows.values())

@@ -18,9 +18,10 @@ from benchmarks.contenders import DEFAULT_TORCH, DEFAULTS, PRECISIONS, Contender
 from benchmarks.floor import Ceilings, least_bytes, work
 from benchmarks.reference import Reference, Tensors, random_tensors, reference
 from benchmarks.results import MODES, Key, Row, in_mode
-from benchmarks.timing import Effort, Run, captured, peak_bytes, synchronize, time_run
+from benchmarks.timing import Effort, captured, peak_bytes, synchronize, time_run
 from benchmarks.workloads import Workload
-from gemmconv.compare.measure import error_bar
+from gemmconv.kernels.base import Precision
+from gemmconv.timing import Run
 
 DIRECTIONS = ("forward", "backward")
 GRADIENTS = ("input", "weight", "bias")
@@ -41,6 +42,10 @@ _LONG_MS, _LONGEST_MS, _FAR = 1.0, 20.0, 10.0
 
 # How much further tensors lie from each other, modulo pages, in each look: no two looks have the same places.
 _STEP_BYTES = 655 * 512
+
+# Largest error against float64 that counts as right: ||out - reference|| / ||reference||.
+_BARS = {torch.float64: 1e-13, torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 5e-3}
+_TF32_BAR = 5e-4
 
 # cuDNN's rounding errors in float32 grow with the sum's length; twice the error of torch itself is right too.
 _IEEE_BAR = 1e-6
@@ -114,6 +119,15 @@ class Plan:
     deadline: float = math.inf
     done: Callable[[Key], Row | None] = _never
     looks: Callable[[Row], int] = once
+
+
+def error_bar(dtype: torch.dtype, precision: Precision) -> float:
+    """Largest error that counts as right, whatever torch's is.
+
+    >>> error_bar(torch.float32, "tf32")
+    0.0005
+    """
+    return _TF32_BAR if precision == "tf32" else _BARS[dtype]
 
 
 def bar_of(name: str, precision: str, torch_errors: dict[str, float]) -> float:

@@ -27,12 +27,13 @@ import gemmconv
 from benchmarks.commands import chosen, separated
 from benchmarks.contenders import LAYOUTS
 from benchmarks.measure import first_line
-from benchmarks.timing import Run, captured, peak_bytes
+from benchmarks.reference import relative_error
+from benchmarks.timing import captured, peak_bytes
 from benchmarks.turns import INFERENCE, TRAINING, Group, Pace, Turn, add_flags, judged, kernels_of, measure, timed
 from benchmarks.workloads import Workload
-from gemmconv.compare.layers import pick_device
-from gemmconv.compare.measure import relative_error
+from gemmconv.flags import pick_device
 from gemmconv.geometry import Problem
+from gemmconv.timing import Run
 
 # How torch.compile is called for a run mode.
 COMPILE: dict[str, dict[str, Any]] = {"compile": {}, "reduce-overhead": {"mode": "reduce-overhead"}}
@@ -213,7 +214,7 @@ def _grouped(network: nn.Module, tensors: Results) -> Results:
     return found | ({"other gradients": torch.cat(others)} if others else {})
 
 
-def _errors(results: Results, exact: Results) -> dict[str, float]:
+def errors_of(results: Results, exact: Results) -> dict[str, float]:
     """Errors relative to float64; infinite where a result is missing."""
     return {
         name: relative_error(results[name], right) if name in results else math.inf for name, right in exact.items()
@@ -246,7 +247,7 @@ class _Networks:
 
     def _measured(self, row: Turn) -> Turn:
         runs, found = zip(*self._prepared(row), strict=True)
-        of_torch, _, of_ours = (_errors(results(), self._exact[row.step]) for results in found)
+        of_torch, _, of_ours = (errors_of(results(), self._exact[row.step]) for results in found)
         bars = {name: max(_BARS[self._precision], _TIMES_TORCH * error) for name, error in of_torch.items()}
         row = judged(row, of_ours, bars)
         del found

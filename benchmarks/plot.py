@@ -1,26 +1,30 @@
-"""Charts of the speed-ups in a result folder, by suite. ``python -m benchmarks.report`` draws them.
+"""Charts: speed-ups of a result folder by suite, which ``python -m benchmarks.report`` draws; layers' algorithms.
 
 Colours are Okabe and Ito's, told apart with any colour vision; markers differ too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks import summary
+from benchmarks import algorithms, summary
+from benchmarks.algorithms import AUTO, TORCH
 from benchmarks.contenders import DEFAULT_TORCH, PRECISIONS
 from benchmarks.results import Row, load_all
 from benchmarks.workloads import SUITES, select
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 _BLUE, _GREY, _BLACK = "#0072B2", "#7F7F7F", "#000000"
 # Each algorithm of gemmconv has a colour and a marker. native is left out: it is torch's own operator.
 _STYLES = {"gemm_col2im": ("#E69F00", "s"), "direct": ("#009E73", "^"), "fused": ("#CC79A7", "D")}
 _DPI = 110
+_LIGHT_BLUE, _RED = "#BFD4E2", "#B00020"
+_GAP_LINES = 1.8  # lines between layers of a chart of algorithms, for the next heading
 _PRECISION_NAMES = {"fp32": "fp32 (ieee)", "tf32": "TF32", "fp16": "fp16", "bf16": "bf16"}
 _BEST_LONG = "best torch (any setting, any layout)"
 
@@ -133,3 +137,67 @@ def _best_over_default(rows: Sequence[Row]) -> float | None:
     """torch's default time over its best, from the rows of one workload, precision and direction."""
     times = {row.algorithm: row.median_ms for row in rows if row.is_torch and row.median_ms is not None}
     return times[DEFAULT_TORCH] / min(times.values()) if DEFAULT_TORCH in times else None
+
+
+def bars(results: algorithms.Results, title: str, heading: str) -> Figure:
+    """For each layer a bar for each algorithm, as long as it is faster than torch: one panel for the forward pass, one
+    with the backward pass. ``heading`` says where and how the times were measured.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    height = sum(len(rows) + _GAP_LINES for rows in results.values())
+    figure = Figure(figsize=(13, 1.7 + 0.25 * height), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2, sharex=True, sharey=True)
+    position, lines = 0.0, list[tuple[float, algorithms.Row]]()
+    for workload, rows in results.items():
+        name = left.text(0, position - 0.6, workload.name, fontsize=9.5, weight="bold")
+        text = f":  {algorithms.describe(workload)}" + f" (made smaller: {workload.note})" * bool(workload.note)
+        left.annotate(text, (1, 0), xycoords=name, fontsize=8.5, va="bottom").set_in_layout(False)  # over both panels
+        lines += [(position + i, row) for i, row in enumerate(sorted(rows, key=lambda row: row.algorithm != AUTO))]
+        position += len(rows) + _GAP_LINES
+    _panel(left, lines, "forward pass", lambda row: (row.forward_ms, row.forward_ratio))
+    _panel(right, lines, "forward and backward pass", lambda row: (row.both_ms, row.both_ratio))
+    left.set_yticks([at for at, _ in lines], [row.algorithm + " *" * row.chosen for _, row in lines], fontsize=9)
+    ratios = [ratio or 0.0 for _, row in lines for ratio in (row.forward_ratio, row.both_ratio)]
+    left.set_xlim(0, 1.35 * max(1.0, *ratios))  # room for the text at the end of the longest bar
+    left.set_ylim(position - _GAP_LINES - 0.4, -1.4)
+    for label in left.get_yticklabels():
+        label.set_weight("bold" if label.get_text() == AUTO else "normal")
+    figure.suptitle(title, fontsize=13, weight="bold")
+    figure.supxlabel(f"{heading}\n* the algorithm that auto takes for the forward pass", fontsize=9)
+    return figure
+
+
+def _panel(
+    axes: Axes,
+    lines: Sequence[tuple[float, algorithms.Row]],
+    title: str,
+    measured: Callable[[algorithms.Row], tuple[float | None, float | None]],
+) -> None:
+    """One bar for each row, at its place, with its ratio and time; torch's bars have the length 1."""
+    colours = {AUTO: _BLUE, TORCH: _GREY}
+    for position, row in lines:
+        axes.vlines(1, position - 0.5, position + 0.5, color=_BLACK, linewidth=1, zorder=3)
+        time, ratio = measured(row)
+        milliseconds = f"{summary.milliseconds(time)} ms"
+        length, text, colour = ratio or 0.0, f"{summary.times_text(ratio)}  ({milliseconds})", _BLACK
+        if row.skipped:
+            text, colour = "not run", _GREY
+        elif row.wrong:
+            text, colour = "wrong result, no time", _RED
+        elif row.algorithm == TORCH:
+            length, text = 1.0, milliseconds
+        elif ratio is None:
+            text = f"{milliseconds}, not in torch's precision"
+        elif row.algorithm == AUTO and ratio < algorithms.SLOWER:
+            colour = _RED
+        axes.barh(position, length, height=0.84, color=colours.get(row.algorithm, _LIGHT_BLUE))
+        weight = "bold" if row.algorithm == AUTO else "normal"
+        axes.text(max(length, 1.0), position, f" {text}", va="center", fontsize=9, color=colour, weight=weight)
+    axes.set_xlabel("times torch's speed (longer is faster; the line is torch)", fontsize=9)
+    axes.set_title(title, fontsize=11)
+    axes.tick_params(axis="y", length=0)
+    axes.spines[["left", "top", "right"]].set_visible(False)
+    axes.patch.set_visible(False)  # it would hide the end of a layer's heading

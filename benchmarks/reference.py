@@ -16,12 +16,8 @@ from functools import partial
 import torch
 
 from benchmarks.workloads import Workload
-from gemmconv.compare.measure import spread_images
 from gemmconv.geometry import Problem
 
-_CHUNK_BYTES = {"cuda": 4 << 30, "cpu": 256 << 20}  # float64 temporaries
-_KEPT_SHARE = 8  # of a GPU's memory, one eighth for each of the float64 output and input gradient
-_KEPT_CPU_BYTES = 1 << 30
 PAGE_BYTES = 2 << 20  # of a GPU's memory
 
 
@@ -95,11 +91,16 @@ class Reference:
         if per_image and len(result) != self.images[-1] + 1:  # the last image is always among them
             return math.inf
         if not per_image:
-            return _relative([(result, expected)])
-        step = max(1, _CHUNK_BYTES[result.device.type] // (32 * max(1, expected[0].numel())))
+            return relative_error(result, expected)
+        step = max(1, _limits(result.device)[0] // (32 * max(1, expected[0].numel())))
         if len(self.images) == len(result):
             return _relative([(result[i : i + step], expected[i : i + step]) for i in range(0, len(result), step)])
         return _relative([(result[image], expected[row]) for row, image in enumerate(self.images)])
+
+
+def relative_error(result: torch.Tensor, expected: torch.Tensor) -> float:
+    """``||result - expected|| / ||expected||``, in float64."""
+    return _relative([(result, expected)])
 
 
 def _relative(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
@@ -136,10 +137,12 @@ def reference(problem: Problem, tensors: Tensors, gradients: bool = True) -> Ref
         gradients: whether to compute the gradients too.
     """
     device = tensors.x.device
-    images = _kept_images(problem, device)
+    chunk, kept = _limits(device)
+    each = 8 * max(problem.in_channels * problem.in_pixels, problem.out_channels * problem.out_pixels, 1)
+    images = spread_images(problem.batch, kept // each)
     canvas, inside = _canvas(problem)
     widest = max(problem.in_channels * problem.in_pixels, problem.out_channels * canvas[0] * canvas[1])
-    step = max(1, min(problem.batch, _CHUNK_BYTES[device.type] // (6 * 8 * max(1, widest))))
+    step = max(1, min(problem.batch, chunk // (6 * 8 * max(1, widest))))
     groups, in_group, out_group = problem.groups, problem.gemm_k, problem.out_channels // problem.groups
     weight = tensors.weight.double().view(groups, in_group, out_group, *problem.kernel_size)
     taps = [(kh, kw) for kh in range(problem.kernel_size[0]) for kw in range(problem.kernel_size[1])]
@@ -202,13 +205,22 @@ def _in_rows(images: torch.Tensor, blocks: int) -> torch.Tensor:
     return images.unflatten(3, (blocks, -1)).transpose(2, 3)
 
 
-def _kept_images(problem: Problem, device: torch.device) -> list[int]:
-    """All images where their float64 results fit the memory set aside, else evenly spread ones with the last."""
-    limit = _KEPT_CPU_BYTES
-    if device.type == "cuda":
-        limit = torch.cuda.get_device_properties(device).total_memory // _KEPT_SHARE
-    each = 8 * max(problem.in_channels * problem.in_pixels, problem.out_channels * problem.out_pixels, 1)
-    return spread_images(problem.batch, limit // each)
+def spread_images(batch: int, most: int) -> list[int]:
+    """At most so many images of a batch, but at least one, evenly spread; the last is always among them.
+
+    >>> spread_images(9, 3), spread_images(9, 0)
+    ([0, 4, 8], [8])
+    """
+    count, last = max(1, min(batch, most)), batch - 1
+    return sorted({last - round(i * last / max(1, count - 1)) for i in range(count)})
+
+
+def _limits(device: torch.device) -> tuple[int, int]:
+    """Most bytes of float64 temporaries, and of each of the float64 output and input gradient, which are kept."""
+    if device.type != "cuda":
+        return 256 << 20, 1 << 30
+    memory = torch.cuda.get_device_properties(device).total_memory
+    return min(4 << 30, memory // 16), memory // 8
 
 
 def _at_tap(problem: Problem, canvas: torch.Tensor, kh: int, kw: int) -> torch.Tensor:

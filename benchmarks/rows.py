@@ -48,11 +48,11 @@ from benchmarks.results import RESULTS, read_table, replace_file, table_text
 from benchmarks.workloads import SUITES, Workload, custom, select
 from gemmconv import algorithms
 from gemmconv.algorithms import Algorithm
-from gemmconv.compare.timing import cuda_rounds
 from gemmconv.device import DeviceSpec, spec_of
 from gemmconv.errors import CompileError
 from gemmconv.kernels.base import PASSES, Choice, Config, Kernel, Pass
 from gemmconv.selection import choose
+from gemmconv.timing import cuda_rounds
 from gemmconv.tune import OPERANDS
 
 ROLES = AUTO, OWN, NEAR, DRAWN = ("auto", "own", "near", "drawn")

@@ -120,6 +120,11 @@ def milliseconds(value: float | None) -> str:
     return f"{value:.4f}" if value < 0.1 else f"{value:.3f}" if value < 10 else f"{value:.1f}"
 
 
+def times_text(value: float | None) -> str:
+    """A ratio as text; ``-`` where there is none."""
+    return "-" if value is None else f"{value:.2f}x"
+
+
 def text_table(headings: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
     """A plain table; the first ``left`` columns are aligned left, the others right."""
     widths = [max(len(cell) for cell in column) for column in zip(headings, *rows, strict=True)]

@@ -10,9 +10,8 @@ from typing import TypeVar
 import torch
 from torch.utils.benchmark import Timer
 
-from gemmconv.compare.timing import cuda_rounds
+from gemmconv.timing import LEAST_ROUNDS, MOST_ROUNDS, Run, cpu_rounds, cuda_rounds
 
-Run = Callable[[], object]
 T = TypeVar("T")
 
 
@@ -43,6 +42,7 @@ class Effort:
 
 QUICK = Effort(target_ms=5.0, most=10, cap_ms=100.0)
 
+_WARM_UPS, _SECONDS_EACH = 3, 0.5  # of medians on CUDA: rounds to estimate by, and seconds for each run in all rounds
 _TIMES_ON_A_CPU = 10  # of target_ms: there each row is looked at once
 
 
@@ -78,6 +78,22 @@ def time_run(run: Run, device: torch.device, effort: Effort, estimate_ms: float 
         ((estimate_ms,),) = cuda_rounds([run], device, 1)
     (samples,) = cuda_rounds([run], device, effort.samples(estimate_ms), [estimate_ms])
     return Times.of(samples)
+
+
+def medians_ms(runs: Sequence[Run], device: torch.device) -> list[float]:
+    """Median time of a call of each run, in milliseconds, in 5 to 50 rounds by turns; fewer on a CPU, if they are long.
+
+    On CUDA the time is that of the device, from a flushed L2 cache, after a rest as long as the run, 10 ms at most.
+
+    >>> medians_ms([lambda: None], torch.device("cpu"))[0] < 1
+    True
+    """
+    if device.type != "cuda":
+        return [median(times) for times in cpu_rounds(runs)]
+    estimates = [min(times) for times in cuda_rounds(runs, device, _WARM_UPS)]
+    count = int(_SECONDS_EACH * len(runs) / max(sum(estimates) * 1e-3, 1e-9))
+    count = max(LEAST_ROUNDS, min(MOST_ROUNDS, count))
+    return [median(times) for times in cuda_rounds(runs, device, count, estimates)]
 
 
 def peak_bytes(run: Callable[[], T], device: torch.device) -> tuple[int, T]:

@@ -22,8 +22,9 @@ from benchmarks.contenders import LAYOUTS, PASSES, PRECISIONS
 from benchmarks.measure import answers, first_line, verdict
 from benchmarks.precompile import compile_ahead
 from benchmarks.results import BY_TURNS, RESULTS, File, Key, Row, joined
-from benchmarks.timing import Run, Times, synchronize
+from benchmarks.timing import Times, synchronize
 from benchmarks.workloads import Workload
+from gemmconv.timing import Run
 
 INFERENCE, RECORDED, TRAINING = STEPS = ("inference", "recorded", "training")
 _PASSES = {INFERENCE: PASSES["forward"], RECORDED: PASSES["forward"], TRAINING: PASSES["both"]}

@@ -28,10 +28,10 @@ from torch import Tensor
 import gemmconv
 from benchmarks.commands import Progress
 from benchmarks.contenders import torch_settings
+from benchmarks.reference import relative_error
 from benchmarks.summary import markdown_table
+from benchmarks.timing import medians_ms
 from benchmarks.turns import Pace, by_turns
-from gemmconv.compare.measure import relative_error
-from gemmconv.compare.timing import medians_ms
 
 _PRECISIONS = {"tf32": torch.float32, "bf16": torch.bfloat16}
 _BAR = {"tf32": 2e-3, "bf16": 8e-3}  # a result is wrong if its relative error exceeds this and twice torch's own

@@ -8,9 +8,8 @@ from typing import Any
 
 from benchmarks.networks import RUNS
 from benchmarks.results import current
-from benchmarks.summary import markdown_table, milliseconds
+from benchmarks.summary import markdown_table, milliseconds, times_text
 from benchmarks.turns import STEPS, Turn, title
-from gemmconv.compare.report import times_text
 
 _MOST_LOSING = 10
 _LOSING = ("what", "precision", "layout", "mode", "step", "torch ms", "gemmconv ms", "gemmconv", "torch itself")

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from gemmconv.compare.layers import DEMO_LAYERS, Layer, checked_problem, short_text, shrink
+from gemmconv.flags import checked_problem
 from gemmconv.geometry import Problem
 
 _PART = re.compile(r"(op|[nckhwspdg])(\d+)(?:x(\d+))?")
@@ -75,15 +75,22 @@ def parse_layer(text: str) -> tuple[Problem, bool]:
     if missing:
         raise ValueError(f"layer: {', '.join(missing)} missing in {text!r}; c, k, h and w are needed")
     values = {**_DEFAULTS, **values}
-    groups, channels = values["g"][0], values["c"]
-    if groups < 1 or channels[0] % groups or channels[1] % groups:
-        raise ValueError(f"layer: both channels must be divisible by g, got {channels} and {groups}")
     size = values["h"][0], values["w"][0]
     window = [values[key] for key in ("k", "s", "p", "op", "d")]
-    problem = checked_problem(Problem(values["n"][0], *channels, groups, size, *window))
+    problem = checked_problem(Problem(values["n"][0], *values["c"], values["g"][0], size, *window))
     if not (problem.batch and problem.in_pixels):
         raise ValueError(f"layer: n, h and w must be at least 1, got {text!r}")
     return problem, bias
+
+
+def pair_text(pair: tuple[int, int]) -> str:
+    """``(3, 5)`` as ``3x5``."""
+    return f"{pair[0]}x{pair[1]}"
+
+
+def short_text(pair: tuple[int, int]) -> str:
+    """``(3, 5)`` as ``3x5``, and ``(3, 3)`` as ``3``."""
+    return str(pair[0]) if pair[0] == pair[1] else pair_text(pair)
 
 
 def format_layer(problem: Problem, bias: bool = False) -> str:
@@ -111,6 +118,15 @@ def format_layer(problem: Problem, bias: bool = False) -> str:
         parts.append(f"g{problem.groups}")
     return " ".join(parts + ["bias"] * bias)
 
+
+# What ``python -m benchmarks.algorithms`` compares; hard for a library.
+DEMO = {
+    "3x5 kernel": "n64 c64x128 k3x5 h128 w256",
+    "3x5 kernel, bias": "n64 c64x128 k3x5 h128 w256 bias",
+    "3x7 kernel": "n8 c64x64 k3x7 h512 w512",
+    "stride 5, dilation 2": "n16 c32x64 k3 h64 w128 s5 p1 d2",
+    "stride 5, dilation 2, bias": "n16 c32x64 k3 h64 w128 s5 p1 d2 bias",
+}
 
 # KernelBench, level 1 (https://github.com/ScalingIntelligence/KernelBench): its 2-D transposed convolutions.
 _PUBLIC = {
@@ -199,17 +215,14 @@ def _build() -> dict[str, tuple[Workload, ...]]:
     def make(suite: str, layers: dict[str, str]) -> tuple[Workload, ...]:
         return tuple(Workload(name, suite, *parse_layer(text), quick=name in _QUICK) for name, text in layers.items())
 
-    seeds = tuple(
-        Workload(f"seed{i}", "seeds", layer.problem, layer.bias, quick=f"seed{i}" in _QUICK)
-        for i, layer in enumerate(DEMO_LAYERS)
-    )
     sweeps = {
         f"{axis}_{value}": text.format(value, value, p=value // 2)
         for axis, (text, values) in _SWEEPS.items()
         for value in values
     }
-    suites = {"public": _PUBLIC, "models": _MODELS, "sweep": sweeps, "latency": _LATENCY}
-    return {"seeds": seeds} | {name: make(name, layers) for name, layers in suites.items()}
+    seeds = {f"seed{i}": text for i, text in enumerate(DEMO.values())}
+    suites = {"seeds": seeds, "public": _PUBLIC, "models": _MODELS, "sweep": sweeps, "latency": _LATENCY}
+    return {name: make(name, layers) for name, layers in suites.items()}
 
 
 SUITES = _build()
@@ -230,6 +243,24 @@ def custom(text: str) -> Workload:
 
 
 def shrunk(workload: Workload, flops: int, traffic: int) -> Workload:
-    """The workload, smaller where one forward pass takes more than ``flops`` operations or ``traffic`` bytes."""
-    layer = shrink(Layer(workload.name, workload.problem, workload.bias), flops, traffic)
-    return replace(workload, problem=layer.problem, note=layer.shrink_note() or "")
+    """The largest smaller form of a workload that stays within both limits; its note says what became smaller.
+
+    ``flops`` limits the useful floating-point operations of one forward pass; ``traffic`` limits input, weight and
+    output together, in bytes at 4 bytes an element. The batch is halved down to 1 first, then the longer side of the
+    image, again and again.
+
+    >>> shrunk(custom("n64 c64x128 k3x5 h128 w256"), 600_000_000, 128 << 20).note
+    'batch 64 -> 1, image 128x256 -> 32x64'
+    """
+    full = problem = workload.problem
+    while problem.useful_flops > flops or problem.least_bytes(4) > traffic:
+        height, width = problem.input_size
+        size = (max(1, height // 2), width) if height >= width else (height, width // 2)
+        smaller = replace(problem, batch=problem.batch // 2) if problem.batch > 1 else replace(problem, input_size=size)
+        if smaller == problem or min(smaller.output_size) < 1:
+            break
+        problem = smaller
+    notes = [f"batch {full.batch} -> {problem.batch}"] * (full.batch != problem.batch)
+    if full.input_size != problem.input_size:
+        notes.append(f"image {pair_text(full.input_size)} -> {pair_text(problem.input_size)}")
+    return replace(workload, problem=problem, note=", ".join(notes))

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from gemmconv import pairs, selection, tuned
 from gemmconv.algorithms import ALGORITHMS
-from gemmconv.compare.timing import Run, cuda_rounds, medians_ms
 from gemmconv.explain import compilations_of
 from gemmconv.kernels.base import PASSES, Choice, Config, Direction, Pass, Precision, strides_of
 from gemmconv.module import ConvTranspose1d, ConvTranspose3d, Layer
@@ -29,6 +28,7 @@ from gemmconv.ops.volumes import Volume, gradients_are_ours, program_of, volume_
 from gemmconv.rank import Way, of_height_1, settled
 from gemmconv.rank import prepare as prepare_volume
 from gemmconv.selection import NATIVE
+from gemmconv.timing import Run, cpu_rounds, cuda_rounds
 from gemmconv.tuned import Entry
 from gemmconv.warmup import check_step, recording, run_step, show_progress, trial, with_progress
 
@@ -286,7 +286,7 @@ def _time_all(runs: Sequence[Run], are_torchs: Sequence[bool], device: torch.dev
     that keeps the device longer than torch's operator is not taken. On a CPU it is wall-clock time.
     """
     if device.type != "cuda":
-        seconds = [1e-3 * one for one in medians_ms(runs, device)]
+        seconds = [1e-3 * median(times) for times in cpu_rounds(runs)]
         return seconds, seconds.index(min(seconds))
     of_device = [1e-3 * median(times) for times in cuda_rounds(runs, device, _ROUNDS)]
     most = min((one for one, is_torchs in zip(of_device, are_torchs, strict=True) if is_torchs), default=math.inf)

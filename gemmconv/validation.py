@@ -246,8 +246,9 @@ def made_problem(where: str, made: Problem, dtype: torch.dtype) -> Problem:
     parameters(where, made.geometry, made.kernel_size)
     if made.batch < 0:
         fail(RuntimeError, where, "batch", "be at least 0", made.batch)
-    if made.out_channels % made.groups:
-        fail(RuntimeError, where, "out_channels", f"be divisible by groups={made.groups}", made.out_channels)
+    for name, channels in (("in_channels", made.in_channels), ("out_channels", made.out_channels)):
+        if channels % made.groups:
+            fail(RuntimeError, where, name, f"be divisible by groups={made.groups}", channels)
     problem(where, made.input_shape, made.weight_shape, made.geometry)
     sizes(where, made, dtype.itemsize)
     return made

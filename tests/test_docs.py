@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import gemmconv
-from benchmarks import compare
+from benchmarks import algorithms, compare
 from gemmconv.__main__ import main
 from gemmconv.algorithms import fallback
 from gemmconv.runtime import available
@@ -82,11 +82,11 @@ def test_docs_command_runs(page, command, capsys, tmp_path, monkeypatch):
         assert (ROOT / arguments[0]).exists()
         return
     _, module, *arguments = arguments
-    if module == "gemmconv" and arguments[0] == "compare":
+    if module == "benchmarks.algorithms" and arguments:
         for one in ("rich", "matplotlib"):
             pytest.importorskip(one)
         small = ["--batch", "1", "--height", "8", "--width", "8", "--device", "cpu"]  # the last of each counts
-        assert main([*arguments, *small, "--out", str(tmp_path)]) == 0
+        assert algorithms.main([*arguments, *small, "--out", str(tmp_path)]) == 0
         assert "gemm_col2im" in capsys.readouterr().out
     elif module == "gemmconv" and arguments[0] == "warmup":
         seen = []  # nothing is compiled
@@ -94,7 +94,8 @@ def test_docs_command_runs(page, command, capsys, tmp_path, monkeypatch):
         assert main(arguments) == 0
         assert len(seen) == 1
     elif module == "gemmconv" and arguments[0] == "tune":
-        few = ["--in-channels", "2", "--out-channels", "1", "--size", "1,4,4", "--no-backward", "--device", "cpu"]
+        few = ["--in-channels", "2", "--out-channels", "1", "--batch", "1", "--height", "4", "--width", "4"]
+        few += ["--no-backward", "--device", "cpu"]
         assert main([*arguments, *few, "--path", str(tmp_path / "tuned.json")]) == 0
         assert "measured: " in capsys.readouterr().out
         gemmconv.forget_tuned()
@@ -111,7 +112,8 @@ def test_docs_name_modules_and_flags_that_exist(page):
         assert find_spec(module) is not None, module
         folder = ROOT / module.split(".")[0]
         if folder.is_dir():
-            sources = "".join(path.read_text(encoding="utf-8") for path in folder.rglob("*.py"))
+            files = [*folder.rglob("*.py"), ROOT / "gemmconv" / "flags.py"]
+            sources = "".join(path.read_text(encoding="utf-8") for path in files)
             assert [flag for flag in re.findall(r"--[a-z-]+", arguments) if f'"{flag}"' not in sources] == []
 
 

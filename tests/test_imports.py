@@ -101,7 +101,7 @@ def test_imports_table_knows_every_module_of_ops():
 def test_imports_table_knows_every_part_of_the_package():
     parts = {path.stem if path.is_file() else path.name for path in PACKAGE.iterdir() if path.name[0] not in "_."}
     # They may use the whole package.
-    front_ends = {"compare", "demo", "explain", "info", "tune", "warmup", "csrc", "py.typed", "py"}
+    front_ends = {"explain", "flags", "info", "timing", "tune", "warmup", "csrc", "py.typed", "py"}
     data = {"costs"}
     assert parts - front_ends - data == set(PARTS)
 

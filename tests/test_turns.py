@@ -215,9 +215,9 @@ def test_gradients_of_transposed_convolutions_are_held_against_float64_one_by_on
     assert all(one.dtype == torch.float64 for results in exact.values() for one in results.values())
     output = networks._call(network.train(), network, images, TRAINING, "fp32")
     found = networks._grouped(network, networks._tensors(network, output, TRAINING))
-    assert max(networks._errors(found, exact[TRAINING]).values()) < 1e-3
+    assert max(networks.errors_of(found, exact[TRAINING]).values()) < 1e-3
     del found["up.0.weight"]
-    assert networks._errors(found, exact[TRAINING])["up.0.weight"] == float("inf")
+    assert networks.errors_of(found, exact[TRAINING])["up.0.weight"] == float("inf")
 
 
 @pytest.mark.parametrize(
@@ -255,7 +255,7 @@ def test_the_host_is_measured(quick, capsys):
 
 
 def test_a_layer_that_is_wrong_has_no_host_time(quick, monkeypatch):
-    monkeypatch.setattr("gemmconv.compare.measure.ConvTranspose2d", _Off)
+    monkeypatch.setattr("gemmconv.ConvTranspose2d", _Off)
     status, rows = quick(host, "--layers", "k2", "--precision", "fp32", "--layout", "nchw")
     assert status == 1
     assert [row.status for row in rows] == ["ok", "ok", "wrong"]

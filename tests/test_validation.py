@@ -416,7 +416,7 @@ def test_explain_rejects_unknown_options(options, value):
         ({"dtype": "float32"}, TypeError, "dtype must be a torch.dtype, got 'float32'"),
         ({"batch": -2}, RuntimeError, "batch must be at least 0, got -2"),
         ({"groups": 0}, RuntimeError, "groups must be at least 1, got 0"),
-        ({"groups": 3}, RuntimeError, "weight must have a number of input channels that groups=3 divides"),
+        ({"groups": 3}, RuntimeError, "in_channels must be divisible by groups=3, got 4"),
         ({"groups": 4}, RuntimeError, "out_channels must be divisible by groups=4, got 6"),
         ({"stride": (0, 1)}, RuntimeError, "stride must be at least 1"),
         ({"output_padding": (1, 0)}, RuntimeError, "output_padding must be less"),

@@ -165,7 +165,9 @@ def test_warmup_refuses_what_it_cannot_do():
 
 # The command
 
-LAYER = "--in-channels 8 --out-channels 4 --kernel-size 3 --stride 2 --padding 1 --size 2,9,10 --dtype float16"
+LAYER = (
+    "--in-channels 8 --out-channels 4 --kernel 3 --stride 2 --padding 1 --batch 2 --height 9 --width 10 --dtype float16"
+)
 
 
 def run(capsys, more, layer=LAYER):
@@ -194,8 +196,11 @@ def test_command_names_what_it_cannot_do(capsys):
     for more, message in (
         (["--device", "H1000"], "argument --device: must be cuda or cuda:INDEX of a device that is here, or one of"),
         (["--device", "A100", "--precision", "tf32"], "argument --precision: tf32 is for float32"),
-        (["--device", "A100", "--groups", "3"], "--in-channels must be divisible by --groups, got 8 and 3"),
-        (["--device", "A100", "--size", "2,9"], "argument --size: must be three integers as in 8,32,32, got '2,9'"),
+        (["--device", "A100", "--groups", "3"], "layer: in_channels must be divisible by groups=3, got 8"),
+        (
+            ["--device", "A100", "--stride", "2x9x1"],
+            "argument --stride: must be one integer or two as in 3x5, got '2x9x1'",
+        ),
     ):
         with pytest.raises(SystemExit):
             run(capsys, more)

@@ -44,7 +44,7 @@ def take_alone(monkeypatch, fake):
     """Let an algorithm be the only one there is, with no plans of others, and on the CPU too."""
     monkeypatch.setattr(call_cache, "entries", {})
     monkeypatch.setattr("gemmconv.ops.is_left_to_torch", lambda *_: False)
-    for place in ("algorithms", "selection", "compare.measure"):
+    for place in ("algorithms", "selection"):
         monkeypatch.setattr(f"gemmconv.{place}.ALGORITHMS", (fake,))
     monkeypatch.setattr("gemmconv.selection.BY_NAME", {fake.name: fake})
     monkeypatch.setattr("gemmconv.selection.preference", lambda config, direction="forward": [(fake, "alone")])

@@ -1,10 +1,9 @@
-"""Median times. On CUDA: events, and an L2 cache flushed before every run. On a CPU: the wall clock."""
+"""Samples of time, by turns. On CUDA: events, an L2 cache flushed before every run. On a CPU: the wall clock."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from statistics import median
 
 import torch
 
@@ -18,9 +17,7 @@ _CYCLES_A_SECOND = 2e9  # at least the clock of the devices
 _HOST_MARGIN = 1.5
 # A device that is kept busy with products for 40 ms reaches its power limit, and lowers its clock by up to 12%.
 _MOST_REST_MS = 10.0
-_WARM_UPS = 3
-_LEAST_ROUNDS, _MOST_ROUNDS = 5, 50
-_SECONDS_EACH = 0.5  # on CUDA: seconds for each run in all of its rounds
+LEAST_ROUNDS, MOST_ROUNDS = 5, 50
 # On a CPU, seconds of all rounds: measuring ends after the former, or earlier if another would exceed the latter.
 _CPU_SECONDS, _CPU_MOST_SECONDS = 1.0, 2.5
 _CPU_LEAST_ROUNDS = 3  # which may take longer
@@ -28,31 +25,13 @@ _CPU_LEAST_ROUNDS = 3  # which may take longer
 Run = Callable[[], object]
 
 
-def medians_ms(runs: Sequence[Run], device: torch.device) -> list[float]:
-    """Median time of a call of each run, in milliseconds.
-
-    The runs take turns, so that a machine that slows down slows all of them: 5 to 50 rounds, fewer when a round
-    is long, after some that are not counted. On a CPU a round of more than 0.4 s makes that 3 or 4. On CUDA the time
-    is that of the device, between two events, with the L2 cache overwritten before the first, after a rest as long as
-    the run itself, 10 ms at most.
-
-    >>> medians_ms([lambda: None], torch.device("cpu"))[0] < 1
-    True
+def cpu_rounds(runs: Sequence[Run]) -> list[list[float]]:
+    """Samples of wall-clock time for each run, in milliseconds. The runs take turns, so that a machine that slows down
+    slows all of them: 5 to 50 rounds, 3 or 4 where one takes more than 0.4 s, after one that is not counted.
     """
-    if not runs:
-        return []
-    if device.type != "cuda":
-        return [median(times) for times in _cpu_rounds(runs)]
-    estimates = [min(times) for times in cuda_rounds(runs, device, _WARM_UPS)]
-    count = int(_SECONDS_EACH * len(runs) / max(sum(estimates) * 1e-3, 1e-9))
-    count = max(_LEAST_ROUNDS, min(_MOST_ROUNDS, count))
-    return [median(times) for times in cuda_rounds(runs, device, count, estimates)]
-
-
-def _cpu_rounds(runs: Sequence[Run]) -> list[list[float]]:
     times: list[list[float]] = [[] for _ in runs]
     began = time.perf_counter()
-    for count in range(_MOST_ROUNDS + 1):
+    for count in range(MOST_ROUNDS + 1):
         round_began = time.perf_counter()
         for index, run in enumerate(runs):
             start = time.perf_counter()
@@ -61,7 +40,7 @@ def _cpu_rounds(runs: Sequence[Run]) -> list[list[float]]:
                 times[index].append(1e3 * (time.perf_counter() - start))
         now = time.perf_counter()
         passes_the_limit = now - began + now - round_began > _CPU_MOST_SECONDS
-        is_enough = count >= _LEAST_ROUNDS and now - began > _CPU_SECONDS
+        is_enough = count >= LEAST_ROUNDS and now - began > _CPU_SECONDS
         if is_enough or (count >= _CPU_LEAST_ROUNDS and passes_the_limit):
             break
     return times
