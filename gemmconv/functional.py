@@ -99,7 +99,7 @@ def conv_transpose2d(
     )
     # The first case that holds computes the call. Cases 1 to 3 need algorithm "auto" or "native".
     #   1. On a CPU, a call that is traced or compiled, or whose input is of a subclass: torch's operator. torch.export
-    #      is an exception, and so is "auto" with few output channels.
+    #      is an exception, and so is "auto" with few outputs for each input.
     #   2. Complex tensors: torch's operator, which computes with their real and imaginary parts.
     #   3. An eager call for which torch's operator is chosen: that operator, called directly to save host time.
     #   4. A call that has a key: a prepared call, which launches kernels without torch's dispatcher.
@@ -110,11 +110,11 @@ def conv_transpose2d(
         return ops.checked_torch_conv_transpose2d(input, weight, bias, *geometry)
     if input.is_complex() and algorithm in ("auto", "native"):  # 2
         return torch.conv_transpose2d(input, weight, bias, *geometry)
-    # is_left_to_torch raises an error if shapes do not fit together. find_or_make caches a call only if it has a key.
+    # is_left_to_torch may raise an error, if shapes do not fit together. Without a key find_or_make caches nothing.
     if is_eager and (input.is_cuda or input.is_cpu) and ops.is_left_to_torch(input, weight, bias, arguments):  # 3
         call = call_cache.find_or_make(key, lambda: lambda *tensors: torch.conv_transpose2d(*tensors, *geometry))
         return call(input, weight, bias)
-    # 4. Only calls on torch's own tensors, outside of torch.compile, have a key. In some modes prepare returns None.
+    # 4. Calls on other tensors, in torch.compile and in modes have no key. prepare returns None for a sparse tensor.
     if key is not None:
         call = call_cache.find_or_make(key, lambda: plain.prepare(input, weight, bias, arguments))
         if call is not None:

@@ -84,7 +84,7 @@ class Layer(nn.Module):
     def _arguments(self) -> tuple[tuple[Any, ...], bytes | None]:
         """The arguments of a call after its tensors, and a key of bytes made from them (None if no key can be made).
 
-        A 1-D layer's are those of the equal call on images of height 1. Both are made anew if an attribute has changed.
+        A 1-D layer's are those of the equal call on images of height 1. They are kept until an attribute changes.
         """
         attributes: tuple[Any, ...] = (
             *(self.stride, self.padding, self.output_padding, self.groups, self.dilation),
@@ -106,7 +106,7 @@ class Layer(nn.Module):
                 output_padding.
 
         Raises:
-            ValueError: an output_size that no output_padding below the stride gives.
+            ValueError: an output_size that would need an output_padding of the stride or more.
         """
         compiling = torch.compiler.is_compiling()
         # find_call finds nothing inside a mode. The mode that ``gemmconv.patched`` sets has no effect on our layers, so
@@ -198,7 +198,7 @@ class ConvTranspose1d(Layer, nn.ConvTranspose1d):
         if input.dim() not in (2, 3):
             return None
         call = None
-        # Errors are ignored here: forward then calls the functional form, which fails again, in the words of one axis.
+        # Errors are ignored here: forward then calls the functional form, which raises it in 1-D terms.
         with suppress(TypeError, RuntimeError, ValueError, NotImplementedError):
             if input.dim() == 3:
                 call = call_cache.find_or_make(key, partial(plain.prepare_signal, input, weight, bias, arguments))

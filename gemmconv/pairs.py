@@ -19,7 +19,7 @@ Estimated device times in microseconds, by algorithm; :class:`gemmconv.selection
     both in one call      -         -          141.2         -
 
 _fastest_pair compares all 16 pairs of the first two rows, and the third row. (On Hopper one call of torch's operator
-would launch the same kernels as two, so it has no number there. On other GPUs it has one.) The best is fused for both:
+gains nothing over two, so it is not listed. On other GPUs it is.) The best is fused for both:
 65.6 us. The alternative is to transpose all tensors to channels_last first: then the kernels would take 53.4 us, and
 three transposes 18.3 us more, 71.7 us in all. So the tensors stay in NCHW.
 """
@@ -65,7 +65,7 @@ class Gradients(NamedTuple):
     input_grad: Algorithm
     weight_grad: Algorithm
     at_once: bool = False  # whether one call of an algorithm computes both
-    via_channels_last: bool = False  # "turned" in files of tuned choices, so that old ones load
+    via_channels_last: bool = False  # files of tuned choices call it "turned", an old name
 
     def passes(self, config: Config, weight_config: Config) -> list[Computation]:
         """The passes that are computed, each with its algorithm and configuration: one if at once, else two."""
@@ -75,7 +75,7 @@ class Gradients(NamedTuple):
             return [("grads", self.input_grad, replace(config, weight_format=weight_config.memory_format))]
         return [("input_grad", self.input_grad, config), ("weight_grad", self.weight_grad, weight_config)]
 
-    def share(self, config: Config, weight_config: Config) -> bool:
+    def shares_transpose(self, config: Config, weight_config: Config) -> bool:
         """Whether one transpose of grad_output, from channels_last to NCHW, serves two calls on tensors as they are."""
         if self.at_once or not (config.channels_last and weight_config.channels_last):
             return False
@@ -183,7 +183,7 @@ def _fastest_pair(config: Config, weight_config: Config, among: tuple[Algorithm,
     host = {one: one.host_seconds(config, "grads") for one in among}
     for (first_seconds, first), (second_seconds, second) in itertools.product(inputs, weights):
         gradients = Gradients(first, second)
-        shared = saved if gradients.share(config, weight_config) else 0
+        shared = saved if gradients.shares_transpose(config, weight_config) else 0
         seconds = first_seconds.device + second_seconds.device - shared
         found.append((Seconds(seconds, max(host[first], host[second])), gradients))
     for one in among:

@@ -109,7 +109,7 @@ def gradients_taken(problem, dtype, precision, requested="auto", memory_format=L
 
 def share_a_turning(problem, dtype, precision, requested="auto", memory_format=LAST):
     config = config_of(problem, dtype, precision, memory_format=memory_format)
-    return gradients_taken(problem, dtype, precision, requested, memory_format).share(config, config)
+    return gradients_taken(problem, dtype, precision, requested, memory_format).shares_transpose(config, config)
 
 
 def test_gradients_share_the_turning_of_grad_output_where_both_turn_it():
@@ -118,7 +118,7 @@ def test_gradients_share_the_turning_of_grad_output_where_both_turn_it():
     assert share_a_turning(KERNELBENCH_75, *FP32)
     assert not share_a_turning(KERNELBENCH_75, *FP32, memory_format=NCHW)
     config = config_of(KERNELBENCH_75, *FP32, memory_format=LAST)
-    assert pairs.one_by_one(config, config, "gemm_col2im", "test").share(config, config)
+    assert pairs.one_by_one(config, config, "gemm_col2im", "test").shares_transpose(config, config)
     assert not share_a_turning(KERNELBENCH_75, *FP32, "native")
 
 

@@ -16,7 +16,7 @@
  *
  * Outputs with the same residue (o + P) mod S read the same taps. A thread owns a cell: here
  * CELL_ROWS x CELL_W outputs. With CELL_W = STRIDE_W that is one output of every residue across a row:
- * outputs j*S .. j*S + S-1 read around input j, so a warp reads each tap's row at consecutive addresses, and which taps
+ * outputs j*S .. j*S + S-1 read inputs near j, so a warp reads each tap's row at consecutive addresses, and which taps
  * an output of the cell has is known when compiling: position_w below depends on s alone. For strides too wide for that,
  * CELL_W = 1 and the residue across a row is found at run time, as that down the rows always is. Either way every value
  * of the columns is read at most once.
@@ -51,7 +51,7 @@ struct col2im_params {
 
 using accumulate_t = accumulator_t<OUTPUT_T>;
 
-// A cell 2 or 4 outputs wide is written by one vector store if rows are whole cells, another output by output.
+// A row of a cell of 2 or 4 outputs is one vector store if rows of the output are whole cells, else stores by output.
 constexpr bool kVectorCell = CELL_W == 2 || CELL_W == 4;
 struct alignas(kVectorCell ? CELL_W * sizeof(OUTPUT_T) : sizeof(OUTPUT_T)) cell_t { OUTPUT_T value[CELL_W]; };
 
@@ -138,7 +138,7 @@ extern "C" __global__ void __launch_bounds__(256) columns_col2im_kernel(const __
             }
         }
 
-        // Store: the cell as one vector where rows allow it. A row beyond the launch's last was summed, since the other
+        // Store: a row of the cell as one vector if possible. A row beyond the launch's last was summed, since other
         // threads of the warp run the loops anyway; it is not stored.
         if (row >= p.out_rows) break;
         OUTPUT_T* __restrict__ target = output + static_cast<index_t>(out_row) * p.w_out + j * CELL_W;

@@ -12,7 +12,7 @@
  *           for each fold (the lines of FOLD_OUTS output channels) of the line block:
  *               write its columns from registers to shared memory, and wait for the other warps
  *               gather: each thread adds up the column elements of its outputs       epilogue/fold_smem.cuh
- * So do consumer warps. Meanwhile producer warps copy inputs into slots and weights into stages, two rings of buffers.
+ * Consumer warps do this. Producer warps meanwhile copy inputs into slots, weights into stages: two rings of buffers.
  *
  *   64 images of 8 x 8, 64 to 32 channels, kernel 4, stride 2, padding 1, in TF32 (the example of the host file):
  *   item        two images: 128 positions (POSITION_BLOCKS = 1), 16 for each of eight warps
@@ -33,7 +33,7 @@
 #include "ptx/named_barrier.cuh"
 
 constexpr int kFoldLines = FOLD_OUTS * kTaps, kFolds = LINES / kFoldLines, kFoldFloats = kFoldLines * FOLD_PITCH;
-constexpr int kPeeled = POSITION_BLOCKS == 1 ? CHUNK_CLASS % 2 : 0;  // 1 if a loop over pairs of chunks leaves one
+constexpr int kPeeled = POSITION_BLOCKS == 1 ? CHUNK_CLASS % 2 : 0;  // see the table at multiply
 static_assert(kFoldLines % 8 == 0 && LINES % kFoldLines == 0, "a fold has whole groups of 8 lines, as wgmma has them");
 static_assert(FOLD_PITCH % 8 == 4 && kPositions <= FOLD_PITCH, "a warp writes columns to different banks");
 static_assert(2 * kFoldFloats * 4 <= COLUMN_BYTES, "columns of two folds fit");

@@ -50,8 +50,8 @@ class Config:
         precision: ``"tf32"`` if float32 products may be rounded to TF32, else ``"ieee"``.
         workspace_limit: bytes of temporary memory that a call may take.
         torch_precision: the precision that torch's own convolutions use at this moment.
-        memory_format: format of the output and of the input gradient. A weight gradient is contiguous; for it, this is
-            the format of the tensors that it reads.
+        memory_format: for a forward pass and an input gradient, the format of the result; for a weight gradient, which
+            is contiguous, the format of the tensors that it reads.
         bias: whether a forward call has a bias.
         spec: the properties of a CUDA device.
         deterministic: whether torch's operator is limited to cuDNN's deterministic kernels.
@@ -157,10 +157,10 @@ class Kernel(ABC):
         return _best_tile(self, config, direction)
 
     def fitted(self, config: Config, direction: Pass, tile: Any) -> Any | None:
-        """Reuse the kernel compiled for ``tile`` at another size: the tile for ``config``'s batch, height and width.
+        """The tile for ``config``, another size of the layer, that runs with the kernel already compiled for ``tile``.
 
-        None: that kernel, as it is compiled, cannot compute this size, for which another one is compiled. A class that
-        does not override this method has a kernel compiled for each size.
+        None if that kernel cannot compute this size; then another one is compiled. A class that does not override this
+        method has a kernel compiled for each size.
         """
         return None
 

@@ -1,8 +1,8 @@
 """Turns a :class:`Program` into a call: prepared once for tensors with given strides, then run at every call.
 
 :mod:`gemmconv.kernels.forms` completes the program for the strides at hand. Names become indices of addresses, params
-bytes with slots, and regions of scratch memory offsets in one allocation, or in outputs that are written later. An
-executor of :mod:`gemmconv.runtime.executor` does the rest.
+bytes with placeholders, and regions of scratch memory offsets in one allocation, or in outputs that are written later.
+An executor of :mod:`gemmconv.runtime.executor` does the rest.
 """
 
 from __future__ import annotations
@@ -95,9 +95,9 @@ def _lowered(
             step.extents, a, b, c, step.batch, step.transposed, tf32=step.tf32, accumulates=step.accumulates
         )
         return executor.Gemm(product, [place(one.at) for one in step.operands])
-    params, slots = step.laid_out(channels_last)
-    pointers = [(offset, *place(slot)) for offset, slot in slots if isinstance(slot, At)]
-    specs = [(offset, slot) for offset, slot in slots if isinstance(slot, TensorMapSpec)]
+    params, placeholders = step.laid_out(channels_last)
+    pointers = [(offset, *place(one)) for offset, one in placeholders if isinstance(one, At)]
+    specs = [(offset, one) for offset, one in placeholders if isinstance(one, TensorMapSpec)]
     maps = [(offset, *index_of[spec.tensor], astuple(spec)[1:]) for offset, spec in specs]
     shape = step.grid, step.block, step.shared_bytes, step.overlaps
     return executor.Launch(next(kernels), *shape, params, pointers, maps)

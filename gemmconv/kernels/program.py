@@ -54,7 +54,7 @@ class At:
 
 @dataclass(frozen=True)
 class TensorMapSpec:
-    """A tensor map for TMA: what follows the tensor are arguments of :func:`gemmconv.runtime.tensor_map.encode`."""
+    """A tensor map for TMA: all fields but ``tensor`` are arguments of :func:`gemmconv.runtime.tensor_map.encode`."""
 
     tensor: str  # the name of an operand, an output or a scratch region
     itemsize: int  # bytes of an element
@@ -69,8 +69,8 @@ class TensorMapSpec:
 # A pointer to an operand, an output or a region, a null pointer, a tensor map, or a constant.
 ParamValue = str | At | None | TensorMapSpec | int | ByFormat
 Params = Mapping[str, ParamValue | tuple[ParamValue, ...]]
-# By the type of a field: its format in ``struct``, bytes, alignment. Pointers and tensor maps are slots: zeros ("8x" is
-# eight bytes of padding), which are filled when a call has its tensors.
+# By the type of a field: its format in ``struct``, bytes, alignment. Pointers and tensor maps are placeholders: zeros
+# ("8x" is eight bytes of padding), which are filled when a call has its tensors.
 _INT, _POINTER = ("i", 4, 4), ("8x", 8, 8)
 _C_TYPES = {At: _POINTER, type(None): _POINTER, TensorMapSpec: ("128x", 128, 64), Long: ("Q", 8, 8)}
 
@@ -83,10 +83,9 @@ class Launch:
     macros: Macros  # macros that specialise it
     grid: Extent3  # blocks
     block: Extent3  # threads of a block
-    # The fields of the kernel's params struct, in order, with names as in the struct, so that both can be compared:
-    # ``"n"`` has a value, ``"a, b"`` and ``"x[3]"`` have tuples of two and three. C types follow from values: an int
-    # has 32 bits, a :class:`Long` 64. The tests' emulator compares the size with that of the struct in the source. If
-    # two fields of one type are exchanged, only wrong results show it.
+    # The fields of the kernel's params struct, in order: ``"n"`` has a value, ``"a, b"`` and ``"x[3]"`` have tuples of
+    # two and three. C types follow from values: an int has 32 bits, a :class:`Long` 64. Names are for the reader, and
+    # are not checked. Tests check the size of the struct alone: two exchanged fields of one type give wrong results.
     params: Params
     shared_bytes: int = 0  # bytes of dynamic shared memory
     # whether it may begin before the previous launch ends (PDL): see gemmconv/runtime/launch.py.
@@ -107,8 +106,8 @@ class Launch:
         return (value.tensor for value in self.fields if isinstance(value, At | TensorMapSpec))
 
     def laid_out(self, channels_last: bool) -> tuple[bytes, list[tuple[int, At | TensorMapSpec]]]:
-        """The params struct in C's layout for a weight of the given format: its bytes, and its slots with offsets."""
-        struct_format, values, slots = "<", list[int](), list[tuple[int, At | TensorMapSpec]]()
+        """The params struct in C's layout, for this format of the weight: bytes, and placeholders with offsets."""
+        struct_format, values, placeholders = "<", list[int](), list[tuple[int, At | TensorMapSpec]]()
         end, largest = 0, 1
         for value in self.fields:
             field_format, size, alignment = _C_TYPES.get(type(value), _INT)
@@ -121,8 +120,8 @@ class Launch:
             elif isinstance(value, ByFormat):
                 values.append(value.channels_last if channels_last else value.contiguous)
             elif value is not None:
-                slots.append((end - size, value))
-        return struct.pack(f"{struct_format}{-end % largest}x", *values), slots
+                placeholders.append((end - size, value))
+        return struct.pack(f"{struct_format}{-end % largest}x", *values), placeholders
 
     def renamed(self, names: Mapping[str, str]) -> Launch:
         """This launch with tensors and regions renamed."""

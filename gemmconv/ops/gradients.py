@@ -59,7 +59,7 @@ def both_gradients(
     if gradients.at_once or (both_torchs and config.memory_format is weight_config.memory_format):
         return gradients.input_grad.prepare(replace(config, weight_format=weight_config.memory_format), "grads")
     output_shape, nchw = config.problem.output_shape, torch.contiguous_format
-    transpose = to_format(config, output_shape, nchw) if gradients.share(config, weight_config) else None
+    transpose = to_format(config, output_shape, nchw) if gradients.shares_transpose(config, weight_config) else None
     input_grad = gradients.input_grad.prepare(config, "input_grad")
     weight_grad = gradients.weight_grad.prepare(weight_config, "weight_grad")
 

@@ -6,16 +6,16 @@ The first call of a signature goes through these stages; here ``[8, 64, 32, 32]`
     Options          (2, 2), (1, 1), ..., "auto", ...       with all defaults
     Problem          batch=8, in_channels=64, ...           the geometry, once all arguments were checked: schemas.py
     Config           problem, float16, cuda:0, ...          all that decides how it is computed: configs.py
-    Algorithm        Fused(), kernel sm90/implicit_gemm     chosen once, by selection.py, and logged
+    Algorithm        Fused(), kernel sm90/implicit_gemm     chosen once, by selection.py
     Program          weights/pack.cu, then the kernel       its launches as plain data: programs.py
     prepared call    call(input, weight, None)              launches them on tensors of these strides: kernels/bind.py
 
 For both gradients a pair of algorithms is chosen, ``pairs.Gradients``. On a CPU, and for torch's operator, there is
 no program: the algorithm prepares the call itself. Layers on volumes have operators of their own, in volumes.py.
 
-Calls past torch's dispatcher (plain.py, recording.py) may take and return other tensors than the operator does, to save
-launches: float32 parameters that the call casts itself, these casts beside the output, signals instead of images of
-height 1. A ``Convention`` (configs.py) says which of these a call takes and returns.
+To save launches, calls past torch's dispatcher (plain.py, recording.py) may differ from an operator's: they may take
+float32 parameters and cast them, return these casts beside the output, or take signals instead of images of height 1.
+A ``Convention`` (configs.py) says which of these a call does.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ from gemmconv.ops.schemas import (
 )
 
 
-def _compute(direction: Pass, where: str, *inputs: Any) -> Any:
-    """Compute the operator ``where``. Inputs: its tensors; sizes, if it is one gradient; all from the stride on."""
-    tensors, sizes, arguments = split_arguments(where, inputs)
+def _compute(direction: Pass, operator: str, *inputs: Any) -> Any:
+    """Compute an operator. ``inputs`` are its tensors; then, for a single gradient, sizes; then stride, padding, ..."""
+    tensors, sizes, arguments = split_arguments(operator, inputs)
     with make_current(tensors[0].device):
         return prepare_call(direction, tensors, sizes, arguments)(*tensors)
 
@@ -156,9 +156,9 @@ def _col2im(columns: Tensor, output_size: Any, *arguments: Any) -> Tensor:
 
 
 for _direction in PASSES:
-    _where = operator_name(_direction)
+    _operator = operator_name(_direction)
     # Explicit: autograd.py registers the derivative. Implicit: autograd follows the operators that the body calls.
-    register(_where, partial(_compute, _direction, _where), "CompositeExplicitAutograd")
+    register(_operator, partial(_compute, _direction, _operator), "CompositeExplicitAutograd")
 register("conv_transpose2d_casting", _conv_transpose2d_casting, "CompositeImplicitAutograd")
 register("im2col", _im2col, "CompositeExplicitAutograd")
 register("col2im", _col2im, "CompositeExplicitAutograd")

@@ -8,9 +8,10 @@ The cache of calls (call_cache.py) maps a signature to a prepared call, a functi
       of a layer of signals            :func:`prepare_signal`      the same
 
 A signature holds all that decides how a call is computed: dtypes, shapes and strides of its tensors, its arguments,
-whether gradients are recorded, and the state of this thread (modes, transforms, autocast, profiler, precision). So
-arguments are checked and kernels chosen only once for each. When tuned choices change, the cache is emptied. A prepared
-call that records gradients makes an autograd node, which caches prepared backward passes by signatures of their own.
+whether gradients are recorded, autocast and torch's precision. So arguments are checked and kernels chosen only once
+for each. Under modes, transforms and profilers a call has no signature, and the dispatcher serves it. When tuned
+choices change, the cache is emptied. A prepared call that records gradients makes an autograd node, which caches
+prepared backward passes by signatures of their own.
 """
 
 from __future__ import annotations
@@ -75,9 +76,9 @@ def _prepare_autocast(tensors: Tensors, arguments: Arguments) -> Call:
     if not casts_parameters(tensors, dtype):
         call = prepare_recording(tuple(map(cast, tensors)), arguments)
         return lambda input, weight, bias: call(cast(input), cast(weight), cast(bias))
-    # The prepared call takes float32 parameters and casts them itself. Its kernels will read the casts, which do not
-    # exist yet; so kernels are chosen for stand-ins: tensors with the dtype, shapes and strides of the casts, and no
-    # data. Of ``parameters`` only the dtype is used: the one to cast from. The call keeps none of these tensors.
+    # The prepared call takes float32 parameters and casts them itself, each time. Its kernels, which read the casts,
+    # are chosen now, by stand-ins: tensors with the dtype, shapes and strides of the casts, and no data. Of
+    # ``parameters`` only the dtype is used: the one to cast from. The call keeps none of these tensors.
     input, *parameters = tensors
     stand_ins = cast(input), *(without_data(one, dtype) for one in parameters)
     casting = prepare_recording(stand_ins, arguments, parameters=tuple(parameters))

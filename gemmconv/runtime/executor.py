@@ -26,7 +26,7 @@ _allocate = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
 
 
 class Launch(NamedTuple):
-    """A launch of a loaded kernel, with the slots of its params."""
+    """A launch of a loaded kernel, with the placeholders of its params."""
 
     kernel: launch.Kernel
     grid: Extent3

@@ -75,7 +75,7 @@ def loads_of(config: Config, one: str) -> tuple[str, float, list[Load]]:
             both_gradients(gradients, inner, inner)
         taken = gradients.input_grad, gradients.weight_grad
         names = [algorithm.name for algorithm in taken]
-        flags = gradients.share(inner, inner), gradients.at_once, gradients.via_channels_last
+        flags = gradients.shares_transpose(inner, inner), gradients.at_once, gradients.via_channels_last
         how = [word for word, flag in zip(("share", "at_once", "turned"), flags, strict=True) if flag]
         return "+".join([*dict.fromkeys(names), *how]), pairs._fastest_pair(inner, inner, taken)[0].device, loads
 

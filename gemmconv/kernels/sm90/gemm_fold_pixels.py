@@ -7,8 +7,8 @@ numbers of an example: 64 images of 8 x 8, 64 to 32 channels, kernel 4, stride 2
     position        an input pixel: a row of the product                                  64 * 64 = 4096
     line            a tap of an output channel: a column of the product                   32 * 16 = 512
   How it is divided among thread blocks
-    item            what a thread block computes at a time: positions of some images,     2 images, 1/4 of the
-                    or of a window of one row, times a set of line blocks                 lines; 128 items
+    item            some images (or a window of one long row) and one set of line blocks: 2 images, 1 set;
+                    what a thread block computes at a time                                128 items
     position block  128 positions of an item, for two warpgroups of 128 threads           1: the 2 images
     line block      at most 256 lines of one product: all taps of some channels           144, of 9 channels
     set             the line blocks of one item: all of them, or an equal share           1 of 4 line blocks
@@ -26,8 +26,8 @@ numbers of an example: 64 images of 8 x 8, 64 to 32 channels, kernel 4, stride 2
 It is for 16-bit types and TF32, NCHW and one group. ``tiles_of`` gives tiles where
 
 - a line block has all taps of some output channels, and some tap reaches each phase;
-- images have at most 256 inputs, or image and kernel have one row, which is cut into windows; neighbouring windows
-  share at most 32 inputs;
+- images have at most 256 inputs, or image and kernel have one row, which is cut into windows, and a cell reads at most
+  32 inputs beside its own;
 - inputs of an image are a multiple of four, and there are at most 16 cells for each;
 - in 16 bits, rows of weights begin at multiples of 16 bytes.
 """
@@ -54,7 +54,7 @@ from gemmconv.kernels.sm90.pixels_on_m import BLOCK_POSITIONS, CHUNK_BYTES, CONS
 
 _COST = costs_of("sm90/gemm_fold_pixels")  # gemmconv/costs/h200.json: unit, meaning, and what they were fitted to
 _MOST_POSITIONS = 2 * BLOCK_POSITIONS  # positions of an item
-_MOST_SUMS = 256  # lines of a line block times position blocks of an item: a thread has half as many sums in registers
+_MOST_SUMS = 256  # lines of a line block times position blocks of an item; a thread keeps half that many sums
 _MOST_CELLS = 16  # cells for each input: with more, at least 15 of 16 cells have no input pixel of their own
 _FOLD_LINES = 32  # lines of a fold at least; fewer where two such folds do not fit shared memory
 _COLUMN_BYTES = 40 << 10  # bytes of shared memory that two folds may always take
@@ -234,8 +234,8 @@ def _items_of(problem: Problem) -> Iterator[tuple[int, int]]:
 class GemmFoldPixels(OneFormatForward):
     name = "sm90/gemm_fold_pixels"
     serves = (
-        "one group, taps whose least common multiple with 16 is at most 256, signals or images of at most 256 inputs, "
-        "a multiple of four inputs, at most 16 times as many cells (outputs of one stride)"
+        "one group, taps whose least common multiple with 16 is at most 256 and reach every phase, signals of any "
+        "length or images of at most 256 inputs, a multiple of four inputs, at most 16 outputs of one stride for each"
     )
     only_in = torch.contiguous_format
 
