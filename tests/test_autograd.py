@@ -73,29 +73,6 @@ def test_conv_transpose2d_computes_single_gradients(needed, algorithm, device):
             assert tensor.grad is None
 
 
-def test_conv_transpose2d_under_no_grad_records_nothing(device):
-    case = SMALL_CASES[0]
-    data = sample(case, torch.float64, device).leaves()
-    with torch.no_grad():
-        output = gemmconv.conv_transpose2d(data.input, data.weight, data.bias, **case.parameters)
-    assert not output.requires_grad
-    with torch.inference_mode():
-        output = gemmconv.conv_transpose2d(data.input, data.weight, data.bias, **case.parameters)
-    assert output.is_inference()
-
-
-WINDOW = {"kernel_size": (2, 3), "dilation": (2, 1), "padding": (1, 2), "stride": (1, 2)}
-
-
-@pytest.mark.parametrize("check", [torch.autograd.gradcheck, torch.autograd.gradgradcheck])
-@pytest.mark.parametrize("function", [gemmconv.im2col, lambda one, **window: gemmconv.col2im(one, (4, 5), **window)])
-def test_folds_pass_gradient_checks(function, check, device):
-    given = torch.randn(2, 2, 4, 5, dtype=torch.float64, device=device)
-    if function is not gemmconv.im2col:
-        given = torch.randn_like(torch.nn.functional.unfold(given, **WINDOW))
-    assert check(lambda one: function(one, **WINDOW), (given.requires_grad_(),))
-
-
 # Operator registrations
 
 CASE = Case(2, 4, 6, (5, 4), (3, 2), (2, 1), (1, 0), (1, 0), (1, 2), groups=2)
@@ -307,13 +284,6 @@ def test_autocast_casts_mixed_operands(device):
     assert output.dtype == torch.bfloat16
     wide = torch.nn.functional.conv_transpose2d(data.input, data.weight, data.bias, **CASE.parameters)
     torch.testing.assert_close(output.float(), wide, rtol=5e-2, atol=5e-2)
-
-
-def test_autocast_disabled_leaves_dtypes_alone(device):
-    data = sample(CASE, torch.float32, device)
-    with torch.autocast(device, torch.bfloat16), torch.autocast(device, enabled=False):
-        output = gemmconv.conv_transpose2d(data.input, data.weight, data.bias, **CASE.parameters)
-    assert output.dtype == torch.float32
 
 
 @pytest.mark.parametrize("wanted", [("input",), ("weight",), ("input", "weight")], ids="_".join)
