@@ -2,8 +2,6 @@
 
 import io
 import random
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -12,6 +10,7 @@ import torch
 import gemmconv
 from gemmconv.geometry import output_extent
 from gemmconv.ops import plain
+from tests.processes import output_of
 from tests.samples import conv_precision
 
 FUNCTIONS = {1: gemmconv.conv_transpose1d, 2: gemmconv.conv_transpose2d, 3: gemmconv.conv_transpose3d}
@@ -101,26 +100,15 @@ def check_on_a_gpu(seed, count, rank, dtype, bar):
     raise AssertionError(f"only {served} of {2 * count} layers are served")
 
 
-each_type_on_a_gpu = pytest.mark.parametrize(
+@pytest.mark.gpu
+@each_rank
+@pytest.mark.parametrize(
     ("dtype", "bar"), [(torch.float64, 1e-12), (torch.float32, 2e-6), (torch.bfloat16, 1e-2)], ids=str
 )
-
-
-@pytest.mark.gpu
-@each_rank
-@each_type_on_a_gpu
-def test_random_layers_on_a_gpu_are_torchs_to_float64(rank, dtype, bar):
-    check_on_a_gpu(f"{rank} {dtype}", 60, rank, dtype, bar)
-
-
-@pytest.mark.gpu
-@pytest.mark.slow
-@each_rank
-@each_type_on_a_gpu
-@pytest.mark.parametrize("part", range(5))
-def test_many_random_layers_on_a_gpu_are_torchs_to_float64(rank, dtype, bar, part):
-    """The 45 parts are 2,025 layers; pytest-xdist spreads them over processes and GPUs."""
-    check_on_a_gpu(f"{rank} {dtype} {part}", 45, rank, dtype, bar)
+@pytest.mark.parametrize("part", ["", *(pytest.param(f" {i}", marks=pytest.mark.slow) for i in range(5))])
+def test_random_layers_on_a_gpu_are_torchs_to_float64(rank, dtype, bar, part):
+    """The 45 slow parts are 2,025 layers; pytest-xdist spreads them over processes and GPUs."""
+    check_on_a_gpu(f"{rank} {dtype}{part}", 45 if part else 60, rank, dtype, bar)
 
 
 def test_operator_database_of_torch():
@@ -143,9 +131,7 @@ for rank in FUNCTIONS:
             compared += 1
 print(compared)
 """
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
-    assert result.returncode == 0, result.stderr
-    assert int(result.stdout) >= 3 * len(ALGORITHMS)
+    assert int(output_of(code)) >= 3 * len(ALGORITHMS)
 
 
 def tensors_of(rank, dtype=torch.float64):
@@ -194,7 +180,9 @@ def test_transforms_compiled_graphs_and_exports(rank):
     torch.testing.assert_close(compiled(input), wanted)
     with torch.no_grad(), torch.device("meta"):
         torch.testing.assert_close(compiled(input), wanted)
-    torch.testing.assert_close(torch.export.export(layer, (input,)).module()(input), wanted)
+    program = torch.export.export(layer, (input,))
+    torch.testing.assert_close(program.module()(input), wanted)
+    assert "gemmconv.conv_transpose" in str(program.graph)
     torch.jit.save(torch.jit.trace(layer, 2 * input[:1]), file := io.BytesIO())
     torch.testing.assert_close(torch.jit.load(io.BytesIO(file.getvalue()))(input), wanted)
     images = torch.stack([input, 2 * input])
