@@ -218,6 +218,8 @@ def test_a_region_of_another_dtype_has_its_own_cast(images, weight, device):
         with torch.autocast(device, torch.float16):
             inside = ours(images, weight)
             assert inside.dtype == torch.float16
+        with torch.autocast(device, enabled=False):
+            assert ours(images, weight).dtype == torch.float32
         assert ours(images, weight).dtype == torch.bfloat16
     with torch.autocast(device, torch.float16):
         assert torch.equal(ours(images, weight), inside)  # not from a cast to bfloat16

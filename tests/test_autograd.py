@@ -57,22 +57,6 @@ def test_conv_transpose2d_passes_gradgradcheck(case, algorithm, device):
     assert torch.autograd.gradgradcheck(function_of(case, algorithm), tensors)
 
 
-@pytest.mark.parametrize("needed", ["input", "weight", "bias"])
-@by_algorithm
-def test_conv_transpose2d_computes_single_gradients(needed, algorithm, device):
-    case = SMALL_CASES[1]
-    tensors = dict(zip(("input", "weight", "bias"), arguments(case, device, algorithm), strict=True))
-    output = function_of(case, algorithm)(**tensors)
-    every = torch.autograd.grad(output.square().sum(), list(tensors.values()))
-    alone = {name: tensor.detach().requires_grad_(name == needed) for name, tensor in tensors.items()}
-    function_of(case, algorithm)(**alone).square().sum().backward()
-    for (name, tensor), grad in zip(alone.items(), every, strict=True):
-        if name == needed:
-            torch.testing.assert_close(tensor.grad, grad)
-        else:
-            assert tensor.grad is None
-
-
 # Operator registrations
 
 CASE = Case(2, 4, 6, (5, 4), (3, 2), (2, 1), (1, 0), (1, 0), (1, 2), groups=2)
@@ -363,6 +347,8 @@ def test_a_layer_keeps_nothing_that_no_gradient_needs(frozen, leaves):
     input, weight = data.input.detach().clone(), data.weight.detach().clone()
     (weight if frozen == "input" else input).requires_grad_()
     kept = weakref.ref(weight if frozen == "input" else input)
+    with torch.no_grad():
+        assert not function_of(case, "gemm_col2im")(input, weight).requires_grad
     output = function_of(case, "gemm_col2im")(input, weight)
     del input, weight
     assert kept() is not None  # the leaf whose gradient is wanted
