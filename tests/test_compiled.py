@@ -96,6 +96,14 @@ def test_compiled_network_with_dynamic_sizes_compiles_once(device):
     assert counter.frame_count == 1
 
 
+def test_export_keeps_the_operator(device):
+    network = small_network(device)
+    images = torch.randn(2, 3, 5, 6, device=device)
+    program = torch.export.export(network, (images,))
+    torch.testing.assert_close(program.module()(images), network(images))
+    assert "gemmconv.conv_transpose2d" in str(program.graph)
+
+
 # What inductor makes of the operators.
 
 LAYER = {"stride": 2, "padding": 1, "algorithm": "gemm_col2im"}

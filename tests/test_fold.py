@@ -92,16 +92,6 @@ def test_col2im_takes_single_numbers_and_defaults_as_fold_does(device):
         reference.assert_close(actual, expected, torch.float64)
 
 
-def test_im2col_and_col2im_of_an_empty_batch_are_empty(device):
-    images = torch.randn(0, 3, 7, 9, device=device, requires_grad=True)
-    columns = gemmconv.im2col(images, 3)
-    assert columns.shape == (0, 27, 35)
-    folded = gemmconv.col2im(columns, (7, 9), 3)
-    assert folded.shape == images.shape
-    folded.sum().backward()
-    assert images.grad.shape == images.shape
-
-
 def test_planes_that_the_kernels_cannot_count_are_torchs(monkeypatch):
     loaded = []
     for name in ("fold", "unfold"):

@@ -43,18 +43,13 @@ def test_module_signature_is_torchs_and_three_options():
 
 
 @by_arguments
-def test_module_has_torchs_initial_values(args, kwargs):
-    theirs, ours = pair_of_modules(args, kwargs)
+def test_module_has_torchs_initial_values_and_computes_what_torchs_does(args, kwargs, device):
+    theirs, ours = (module.to(device) for module in pair_of_modules(args, kwargs))
     assert isinstance(ours, torch.nn.ConvTranspose2d)
     assert list(ours.state_dict()) == list(theirs.state_dict())
     for name, value in theirs.state_dict().items():
         assert torch.equal(ours.state_dict()[name], value)
         assert ours.state_dict()[name].dtype == value.dtype
-
-
-@by_arguments
-def test_module_computes_what_torchs_does(args, kwargs, device):
-    theirs, ours = (module.to(device) for module in pair_of_modules(args, kwargs))
     ours.precision = "ieee"
     for batch in ((2,), ()):
         images = images_for(theirs, batch)
