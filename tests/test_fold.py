@@ -142,6 +142,8 @@ def test_windows_of_each_rank_in_gradients_transforms_and_graphs(rank, device):
     wanted, close = there_and_back(input), torch.testing.assert_close
     close(torch.func.vmap(there_and_back)(torch.stack([input, -input])), torch.stack([wanted, there_and_back(-input)]))
     close(torch.func.jvp(there_and_back, (input,), (input,))[0], wanted)
+    gradient = torch.func.grad(lambda one: there_and_back(one).sum())(input.detach())
+    close(gradient, *torch.autograd.grad(there_and_back(input).sum(), input))
     graph = torch.compile(there_and_back, backend="aot_eager", fullgraph=True)
     for sizes in input, torch.cat([input, input], -1), input[:0]:
         output, of_graph = there_and_back(sizes), graph(sizes)
