@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import gemmconv
 from gemmconv.kernels.base import Config, Pass, Precision
@@ -34,6 +35,18 @@ class Sample:
         """Return the same tensors (storage and strides too) as leaves that require gradients."""
         input, weight, bias = (tensor.detach().requires_grad_() for tensor in (self.input, self.weight, self.bias))
         return Sample(input, weight, bias, self.grad_output)
+
+
+class Operators(TorchDispatchMode):
+    """Notes the names of the operators that the dispatcher is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(function))
+        return function(*args, **(kwargs or {}))
 
 
 class Expected:

@@ -80,16 +80,6 @@ def test_conv_transpose2d_matches_reference(case, dtype, precision, algorithm, d
     assert_all_close(results, case, dtype, precision, data if algorithm == "native" else None)
 
 
-@by_algorithm
-@by_numerics
-@by_few_cases
-def test_conv_transpose2d_without_bias_matches_reference(case, dtype, precision, algorithm, device, poison):
-    data = sample(case, dtype, device)
-    poison(device)
-    output = call(data, case, algorithm, bias=False, precision=precision)
-    reference.assert_close(output, expected(case, dtype).output_without_bias, dtype, precision)
-
-
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128], ids=str)
 def test_native_serves_complex_tensors(dtype, device):
     case = FEW_CASES[0]

@@ -3,7 +3,6 @@
 And who casts weight and bias: a call's own kernel, or torch. tests/test_cast.py runs that kernel.
 """
 
-import threading
 import weakref
 from types import SimpleNamespace
 
@@ -15,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import gemmconv
 from gemmconv.ops import autocast, call_cache, plain
 from gemmconv.ops.autocast import cast_as_autocast, cast_cache
+from tests.processes import in_threads
 
 
 def ours(input, weight, bias=None):
@@ -106,9 +106,7 @@ def region_without_cache(device, again):
 
 
 def region_of_another_thread(device, again):
-    thread = threading.Thread(target=region, args=(device, again))
-    thread.start()
-    thread.join()
+    in_threads(lambda: region(device, again))
 
 
 def call_without_gradients(device, again):
@@ -220,6 +218,8 @@ def test_a_region_of_another_dtype_has_its_own_cast(images, weight, device):
         with torch.autocast(device, torch.float16):
             inside = ours(images, weight)
             assert inside.dtype == torch.float16
+        with torch.autocast(device, enabled=False):
+            assert ours(images, weight).dtype == torch.float32
         assert ours(images, weight).dtype == torch.bfloat16
     with torch.autocast(device, torch.float16):
         assert torch.equal(ours(images, weight), inside)  # not from a cast to bfloat16
@@ -292,11 +292,7 @@ def test_threads_share_a_leaf(images, weight, device):
             with torch.autocast(device, torch.bfloat16):
                 equal.extend(torch.equal(ours(images, weight), expected) for _ in range(3))
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(*[work] * 4)
     assert len(equal) == 600
     assert all(equal)
 

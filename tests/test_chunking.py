@@ -6,7 +6,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gemmconv.kernels.columns.chunking import backward_chunks, forward_chunks, input_part_of
+from gemmconv.kernels.columns.chunking import backward_chunks, forward_chunks
 from tests.test_geometry import problems, scattered
 
 limits = st.integers(1, 20_000)
@@ -41,26 +41,14 @@ def test_forward_chunks_hold_every_input_row_that_they_read(problem, limit):
         assert begin == end or 0 <= begin < end <= problem.input_size[0]
 
 
-@given(problems(), limits)
-def test_forward_chunks_fit_the_limit_or_are_the_smallest_possible(problem, limit):
-    for chunk in forward_chunks(problem, 4, limit):
-        images, rows = chunk.images[1] - chunk.images[0], chunk.in_rows[1] - chunk.in_rows[0]
-        if images * rows * row_bytes(problem, 4) > limit:
-            assert images == 1
-            assert chunk.out_rows[1] - chunk.out_rows[0] == 1
-
-
 @given(problems(), limits, st.integers(0, 3000))
-def test_backward_chunks_fit_the_limit_or_are_the_smallest_possible(problem, limit, image_extra):
-    for chunk in backward_chunks(problem, 2, limit, image_extra):
-        images, rows = chunk.images[1] - chunk.images[0], chunk.in_rows[1] - chunk.in_rows[0]
-        if images * (rows * row_bytes(problem, 2) + image_extra) > limit:
-            assert (images, rows) == (1, 1)
-
-
-@given(problems(), st.data())
-def test_input_rows_of_are_the_rows_between_the_first_and_last_that_reach(problem, data):
-    begin = data.draw(st.integers(0, problem.output_size[0] - 1))
-    end = data.draw(st.integers(begin + 1, problem.output_size[0]))
-    reaching = {position for output, _, position in scattered(problem, 0) if begin <= output < end}
-    assert reaching <= set(range(*input_part_of(problem, (begin, end))))
+def test_chunks_fit_the_limit_or_are_the_smallest_possible(problem, limit, image_extra):
+    for chunks, itemsize, extra, rows_of in (
+        (forward_chunks(problem, 4, limit), 4, 0, lambda chunk: chunk.out_rows),
+        (backward_chunks(problem, 2, limit, image_extra), 2, image_extra, lambda chunk: chunk.in_rows),
+    ):
+        for chunk in chunks:
+            images, in_rows = chunk.images[1] - chunk.images[0], chunk.in_rows[1] - chunk.in_rows[0]
+            if images * (in_rows * row_bytes(problem, itemsize) + extra) > limit:
+                begin, end = rows_of(chunk)
+                assert (images, end - begin) == (1, 1)

@@ -17,7 +17,6 @@ pytest.importorskip("cuda.core", reason="loading kernels needs the cuda-core pac
 from gemmconv.algorithms import gemm_col2im
 from gemmconv.geometry import Problem
 from gemmconv.kernels.base import PASSES, Config
-from gemmconv.kernels.columns import products
 from gemmconv.kernels.program import Zero
 
 pytestmark = [
@@ -133,20 +132,3 @@ def test_partial_sums_are_cleared_where_the_first_product_does_not_write_them(ca
             one = dataclasses.replace(config, problem=dataclasses.replace(config.problem, batch=batch))
             steps = gemm_col2im.GemmCol2im().program(one, direction).steps
             assert sum(isinstance(step, Zero) for step in steps) == wanted
-
-
-@pytest.mark.usefixtures("on_cpu")
-def test_emulated_products_see_a_wrong_stride(monkeypatch):
-    original = products.Columns._images
-
-    def of_the_first_image(self, *where):
-        images = original(self, *where)
-        return dataclasses.replace(images, strides=(0, *images.strides[1:]))
-
-    monkeypatch.setattr(products.Columns, "_images", of_the_first_image)
-    case = CASES[0]
-    data = sample(case, torch.float32, "cpu")
-    forward = gemm_col2im.GemmCol2im().prepare(Config(problem_of(case), torch.float32, GPU), "forward")
-    output = forward(data.input, data.weight, data.bias)
-    with pytest.raises(AssertionError, match="relative error"):
-        reference.assert_close(output, expected(case, torch.float32).output, torch.float32, "ieee")

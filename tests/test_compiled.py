@@ -96,34 +96,12 @@ def test_compiled_network_with_dynamic_sizes_compiles_once(device):
     assert counter.frame_count == 1
 
 
-@pytest.mark.usefixtures("_fresh_compiler")
-def test_compiled_folds_match_eager(device):
-    def unfold_and_fold(images):
-        columns = gemmconv.im2col(images, 3, padding=1)
-        return gemmconv.col2im(columns.sin(), images.shape[2:], 3, padding=1)
-
-    compiled = torch.compile(unfold_and_fold, fullgraph=True, backend="aot_eager")
-    images = torch.randn(2, 3, 5, 6, device=device)
-    torch.testing.assert_close(compiled(images), unfold_and_fold(images))
-
-
 def test_export_keeps_the_operator(device):
     network = small_network(device)
     images = torch.randn(2, 3, 5, 6, device=device)
     program = torch.export.export(network, (images,))
     torch.testing.assert_close(program.module()(images), network(images))
     assert "gemmconv.conv_transpose2d" in str(program.graph)
-
-
-@pytest.mark.usefixtures("_fresh_compiler")
-def test_autocast_inside_a_compiled_network(device):
-    network = small_network(device)
-    compiled = torch.compile(copy.deepcopy(network), fullgraph=True, backend="aot_eager")
-    images = torch.randn(2, 3, 5, 6, device=device)
-    with torch.autocast(device, torch.bfloat16):
-        actual, wanted = compiled(images), network(images)
-    assert actual.dtype == wanted.dtype == torch.bfloat16
-    torch.testing.assert_close(actual, wanted, rtol=2e-2, atol=2e-2)
 
 
 # What inductor makes of the operators.

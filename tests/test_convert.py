@@ -212,17 +212,20 @@ def test_a_compiled_layer_is_compiled_for_its_new_class():
 
 @each_rank
 def test_converted_models_are_copied_pickled_and_saved(rank):
-    layer, input = gemmconv.convert(KINDS[rank](3, 4, 3), algorithm="native"), signal(rank)
-    for again in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
-        assert type(again) is OURS[rank]
-        assert again.algorithm == "native"
-        assert torch.equal(again(input), layer(input))
-    file = io.BytesIO()
-    torch.save(layer.state_dict(), file)
+    options = {"algorithm": "native", "precision": "ieee", "workspace_limit": 1 << 20}
+    layer, input, file = gemmconv.convert(KINDS[rank](3, 4, 3), **options), signal(rank), io.BytesIO()
+    wanted = layer(input)  # whatever the call keeps must not get in the way
+    torch.save([layer, layer.state_dict()], file)
     file.seek(0)
+    loaded, state = torch.load(file, weights_only=False)
+    for again in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), loaded):
+        assert type(again) is OURS[rank]
+        assert repr(again) == repr(layer)
+        assert again.weight is not layer.weight
+        assert torch.equal(again(input), wanted)
     other = KINDS[rank](3, 4, 3)
-    other.load_state_dict(torch.load(file))
-    torch.testing.assert_close(other(input), layer(input))
+    other.load_state_dict(state)
+    torch.testing.assert_close(other(input), wanted)
 
 
 def test_a_model_is_converted_for_a_block():

@@ -1,40 +1,11 @@
 """Which calls may pass the dispatcher by, and that the others do not."""
 
-import contextlib
-
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import gemmconv
-from gemmconv.dispatch import are_dense, in_a_mode, is_exporting
-
-
-def is_plain(*tensors):
-    return not torch.compiler.is_compiling() and not in_a_mode() and are_dense(*tensors)
-
-
-class Seen(TorchDispatchMode):
-    """Notes the operators that the dispatcher is asked for."""
-
-    def __init__(self):
-        super().__init__()
-        self.operators = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.operators.append(str(function))
-        return function(*args, **(kwargs or {}))
-
-
-class Passing(TorchFunctionMode):
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        return function(*args, **(kwargs or {}))
-
-
-class Subclass(torch.Tensor):
-    pass
+from gemmconv.dispatch import are_dense, is_exporting
+from tests.samples import Operators
 
 
 @pytest.fixture
@@ -47,28 +18,8 @@ def weight(device):
     return torch.randn(4, 2, 3, 3, device=device)
 
 
-@pytest.mark.parametrize("mode", [contextlib.nullcontext, torch.no_grad, torch.enable_grad, torch.inference_mode])
-def test_is_plain_accepts_ordinary_calls(mode, images, weight):
-    with mode():
-        assert is_plain(images, weight, None)
-        assert is_plain(images + 1, torch.nn.Parameter(weight), weight[0, 0, 0])
-        assert is_plain(images[:, ::2].transpose(2, 3), weight)
-
-
-@pytest.mark.parametrize(
-    "mode",
-    [
-        Seen,
-        Passing,
-        lambda: FakeTensorMode(allow_non_fake_inputs=True),
-        torch.profiler.profile,
-    ],
-    ids=["dispatch_mode", "function_mode", "fake", "profiler"],
-)
-def test_is_plain_refuses_modes(mode, images, weight):
-    with mode():
-        assert not is_plain(images, weight)
-    assert is_plain(images, weight)
+class Subclass(torch.Tensor):
+    pass
 
 
 @pytest.mark.parametrize(
@@ -81,34 +32,12 @@ def test_is_plain_refuses_modes(mode, images, weight):
     ],
     ids=["subclass", "meta", "sparse", "negative_view"],
 )
-def test_is_plain_refuses_other_tensors(change, images, weight):
-    assert not is_plain(change(images), weight)
-    assert not is_plain(weight, change(images))
-
-
-@pytest.mark.filterwarnings("ignore:.*batching rule.*:UserWarning")
-def test_is_plain_refuses_transforms(images, weight):
-    answers = []
-
-    def layer(x):
-        answers.append(is_plain(x, weight))
-        return gemmconv.conv_transpose2d(x[None], weight).sum()
-
-    torch.func.vmap(layer)(images)
-    torch.func.grad(lambda x: layer(x[0]))(images)
-    assert answers == [False, False]
-
-
-def test_conv_transpose2d_shows_modes_its_operator(images, weight):
-    with Seen() as seen:
-        gemmconv.conv_transpose2d(images, weight, algorithm="gemm_col2im")
-    assert seen.operators == ["gemmconv.conv_transpose2d.default"]
-
-
-def test_conv_transpose2d_shows_the_profiler_its_operator(images, weight):
-    with torch.profiler.profile() as profile:
-        gemmconv.conv_transpose2d(images, weight, algorithm="gemm_col2im")
-    assert "gemmconv::conv_transpose2d" in {event.key for event in profile.key_averages()}
+def test_other_tensors_are_not_dense(change, images, weight):
+    for mode in (torch.enable_grad, torch.inference_mode):
+        with mode():
+            assert are_dense(images[:, ::2].transpose(2, 3), weight + 1, torch.nn.Parameter(weight), None)
+            assert not are_dense(change(images), weight)
+            assert not are_dense(weight, change(images))
 
 
 @pytest.mark.parametrize("algorithm", ["gemm_col2im", "native"])
@@ -116,7 +45,7 @@ def test_conv_transpose2d_gives_the_same_either_way(algorithm, images, weight):
     leaves = [images.requires_grad_(), weight.requires_grad_()]
     options = {"stride": 2, "algorithm": algorithm}
     direct = gemmconv.conv_transpose2d(*leaves, **options)
-    with Seen():
+    with Operators():
         dispatched = gemmconv.conv_transpose2d(*leaves, **options)
     assert torch.equal(direct, dispatched)
     grad_output = torch.randn_like(direct)
@@ -215,9 +144,6 @@ def test_exports_are_told_from_compiled_graphs():
 
 
 def test_weights_of_too_few_axes_are_refused_where_calls_are_not_eager():
-    class Subclass(torch.Tensor):
-        pass
-
     input = torch.ones(1, 3, 4, 4).as_subclass(Subclass)
     for weight in (torch.ones(3), torch.tensor(1.0)):
         with pytest.raises(RuntimeError, match="weight must have shape"):

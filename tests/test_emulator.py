@@ -133,7 +133,7 @@ extern "C" __global__ void __launch_bounds__(32) test_kernel(const __grid_consta
     const int place = threadIdx.x * SIZE;
     for (int i = 0; i < SIZE; ++i) shared[place + i] = 7;
     __syncthreads();
-    cp_async<SIZE>(shared + place + SKEW, p.source + place, threadIdx.x % 3 != 0);
+    cp_async<SIZE>(shared + place, p.source + place, threadIdx.x % 3 != 0);
     for (int i = 0; i < SIZE; ++i) p.before[place + i] = shared[place + i];
     wait_for_copies();
     for (int i = 0; i < SIZE; ++i) p.after[place + i] = shared[place + i];
@@ -146,18 +146,11 @@ extern "C" __global__ void __launch_bounds__(32) test_kernel(const __grid_consta
 def test_emulator_copies_at_once_or_when_waited_for(size, builder):
     source = torch.randint(8, 256, (32, size), dtype=torch.uint8)
     before, after = torch.zeros_like(source), torch.zeros_like(source)
-    launch_source(builder, COPIES, {"SIZE": size, "SKEW": 0}, 32 * size, source, before, after)
+    launch_source(builder, COPIES, {"SIZE": size}, 32 * size, source, before, after)
     wanted = torch.where((torch.arange(32) % 3 == 0)[:, None], 0, source)
     assert torch.equal(after, wanted)
     assert torch.equal(before[1::2], wanted[1::2])
     assert (before[::2] == 7).all()
-
-
-@emulator.needs_compiler
-def test_emulator_notices_a_misaligned_copy(builder):
-    tensors = torch.zeros(3, 32, 16, dtype=torch.uint8)
-    with pytest.raises(RuntimeError, match="a misaligned copy of 16 bytes"):
-        launch_source(builder, COPIES, {"SIZE": 16, "SKEW": 4}, 1024, *tensors)
 
 
 @emulator.needs_compiler
@@ -181,84 +174,7 @@ def test_emulator_converts_as_torch_does(builder):
         assert convert(math.nan) == 0x7FFF
 
 
-SHUFFLE = """
-struct test_params { const int* lanes; const double* values; double* results; };
-extern "C" __global__ void __launch_bounds__(32) test_kernel(const __grid_constant__ test_params p) {
-    const int lane = threadIdx.x;
-    p.results[lane] = __shfl_sync(0xffffffffu, p.values[lane], p.lanes[lane]);
-}
-"""
-
-
-@emulator.needs_compiler
-def test_emulator_shuffles_from_any_lane(builder):
-    lanes, values = torch.randint(0, 64, (32,), dtype=torch.int32), torch.randn(32, dtype=torch.float64)
-    results = torch.zeros_like(values)
-    launch_source(builder, SHUFFLE, {}, 0, lanes, values, results)
-    assert torch.equal(results, values[lanes.long() % 32])
-
-
 # wgmma, mbarriers, bulk copies
-
-WGMMA = """
-#define WGMMA_COLUMNS COLUMNS
-#include "ptx/wgmma.cuh"
-struct test_params { const unsigned char* images; const int* numbers; float* d; };
-extern __shared__ __align__(16) unsigned char shared[];
-extern "C" __global__ void __launch_bounds__(128) test_kernel(const __grid_constant__ test_params p) {
-    const int* numbers = p.numbers;
-    for (int i = threadIdx.x; i < numbers[0]; i += 128) shared[i] = p.images[i];
-    __syncthreads();
-    const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-    const auto place = [&](int i) { return (16 * warp + g + i / 2 % 2 * 8) * COLUMNS + i / 4 * 8 + 2 * t + i % 2; };
-    float d[COLUMNS / 2];
-    for (int i = 0; i < COLUMNS / 2; ++i) d[i] = p.d[place(i)];
-    const descriptor_t a = advance(descriptor_k_major(shared, numbers[2], numbers[3]), numbers[1]);
-    const descriptor_t b = advance(descriptor_k_major(shared, numbers[5], numbers[6]), numbers[4]);
-    wgmma_fence();
-    wgmma<ELEMENT_T, COLUMNS>(d, a, b, numbers[7]);
-    wgmma_commit();
-    wgmma_finish(d);
-    for (int i = 0; i < COLUMNS / 2; ++i) p.d[place(i)] = d[i];
-}
-"""
-
-
-def elements_of_matrix(rows, itemsize, start, leading, stride):
-    """Return where in an image of elements the matrix of a descriptor has them: [rows, 32 bytes]."""
-    row, byte = torch.arange(rows)[:, None], torch.arange(0, 32, itemsize)[None]
-    return (start + row // 8 * stride + byte // 16 * leading + row % 8 * 16 + byte % 16) // itemsize
-
-
-@emulator.needs_compiler
-@pytest.mark.parametrize("accumulate", [0, 1])
-@pytest.mark.parametrize(
-    "matrices",
-    # start, leading_bytes and stride_bytes: of A, those of B
-    [((0, 128, 256), (16384, 128, 256)), ((48, 1200, 128), (8192 + 80, 4400, 128)), ((16, 16384, 400), (640, 16, 32))],
-    ids=["packed", "planes_from_any_row", "far_and_overlapping"],
-)
-@pytest.mark.parametrize("columns", [32, 96, 256])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-def test_emulator_multiplies_warpgroups_by_the_definition(dtype, columns, matrices, accumulate, builder):
-    image = torch.randn(32768 // dtype.itemsize).to(dtype)
-    indices = [
-        elements_of_matrix(rows, dtype.itemsize, *matrix) for rows, matrix in zip((64, columns), matrices, strict=True)
-    ]
-    a, b = (cut_to_tf32(image)[index].double() for index in indices)
-    shared_bytes = (max(int(index.max()) for index in indices) + 1) * dtype.itemsize
-    numbers = torch.tensor([shared_bytes, *matrices[0], *matrices[1], accumulate * 5], dtype=torch.int32)
-    d = torch.randn(64, columns)
-    wanted = accumulate * d.double() + a @ b.mT
-    if not accumulate:
-        d.fill_(math.nan)
-    macros = {"ELEMENT_T": ELEMENT_TYPES[dtype], "COLUMNS": columns}
-    launch_source(builder, WGMMA, macros, shared_bytes, image, numbers, d, threads=128)
-    torch.testing.assert_close(d.double(), wanted, rtol=0, atol=1e-5)
-
-    with pytest.raises(RuntimeError, match="a matrix of wgmma past the end of shared memory"):
-        launch_source(builder, WGMMA, macros, shared_bytes - 16, image, numbers, d, threads=128)
-
 
 # A warpgroup fetches steps of A [64, STEPS * 16] and B [COLUMNS, STEPS * 16] into two stages, another multiplies.
 PIPELINE = """

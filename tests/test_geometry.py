@@ -72,22 +72,6 @@ def test_phases_are_one_per_residue_and_share_out_the_taps(problem, axis):
     assert sorted(tap for phase in phases for tap, _ in phase.taps) == list(range(problem.kernel_size[axis]))
 
 
-def test_phases_without_taps():
-    """Stride 5, dilation 2, kernel 3: taps land on residues 0, 2 and 4, so in 9 of an image's 25 phases."""
-    problem = Problem(1, 1, 1, 1, (4, 4), (3, 3), stride=(5, 5), dilation=(2, 2))
-    assert [len(phase.taps) for phase in problem.phases(0)] == [1, 0, 1, 0, 1]
-
-
-@given(problems())
-def test_output_size_matches_the_last_scattered_position(problem):
-    """Without padding at either end, the output ends with the last input's last tap."""
-    for axis in (0, 1):
-        unpadded = dataclasses.replace(problem, padding=(0, 0), output_padding=(0, 0))
-        last = max(output for output, _, _ in scattered(unpadded, axis))
-        expected = last + 1 - 2 * problem.padding[axis] + problem.output_padding[axis]
-        assert problem.output_size[axis] == expected
-
-
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_output_size_matches_torch(case):
     problem = problem_of(case)
@@ -138,9 +122,3 @@ def test_problem_differs_by_every_field(field):
     assert changed != problem
     with pytest.raises(dataclasses.FrozenInstanceError):
         setattr(problem, field, value)
-
-
-def test_problem_defaults_are_a_plain_layer():
-    problem = Problem(1, 2, 3, 1, (5, 5), (3, 3))
-    assert (problem.stride, problem.dilation) == ((1, 1), (1, 1))
-    assert (problem.padding, problem.output_padding) == ((0, 0), (0, 0))

@@ -91,9 +91,6 @@ def holds(condition, tile):
 
 # By name, conditions of tiles, of which runs take the best.
 PATHS = {
-    "staged": "staged",
-    "paired_blocks": "channels % 16 == 0",
-    "channels_shared": "warps_m > 1",
     "shifted_row_phases": "shifted and row_phases > 1",
     "shifted_by_single_outputs": "shifted and vector == 1",
     "shifted_by_several_outputs": "shifted and vector > 1",
@@ -814,15 +811,6 @@ def test_depthwise_blocks_take_tile_after_tile(channels, builder, poison):
         run.check(run.kernel.prepare(run.launched, "forward", tile))
 
 
-def test_runs_on_tensor_cores_load_in_every_way():
-    tiles = {run.tile for run in usual(MMA_RUNS)} - {None}
-    synchronous, turned, copied = range(3)
-    assert {(tile.channels_last, tile.loading) for tile in tiles} == {
-        *((False, loading) for loading in (synchronous, turned, copied)),
-        *((True, loading) for loading in (synchronous, copied)),
-    }
-
-
 # Two of three forward runs are repeated as input gradients, where a tile serves these. An input gradient has its
 # strides between inputs.
 FUSED_GRADIENTS = [
@@ -1012,11 +1000,6 @@ def test_runs_of_both_gradients_take_every_path():
     assert len(found) == 2 * len({name for name, _ in found})
 
 
-def test_cases_of_both_gradients_at_once_are_some():
-    assert {run.case for run in usual(GRADS_RUNS) if run.dtype == torch.float16} > set(DEPTHWISE_CASES)
-    assert not computes_both(Run("grads", CASES[30]))
-
-
 # Every second case of each type and layout, of more images, since the bar of TF32 is one of averages; half of them with
 # one slice, whose blocks go over many tiles. Then cases of more channels with each of their tiles, in either type.
 WARPS_WITHOUT_CHANNELS = [Case(1, 24, 8, (5, 18), (2, 2), (2, 2)), Case(2, 80, 14, (4, 9), (3, 3), groups=2)]
@@ -1093,6 +1076,8 @@ TILE_PATHS = {
         taps[0] > 1; taps[1] > 1; vector > 1; shift > 0; segment < tile_w; weight_blocks > 1
         block_taps[0] < problem.kernel_size[0]; block_taps[1] < problem.kernel_size[1]; warpgroups == 3; split
         planes == 1; planes > 1; planes and any(problem.padding); odd; padded_bytes; padded_bytes and flat
+        itemsize == 2 and sides_co > 1; split and sides_co > 1; itemsize == 4 and not split and sides_co > 1
+        itemsize == 2 and sides_co == 1; split and sides_co == 1; itemsize == 4 and not split and sides_co == 1
     """),
     "wgrad_nhwc": (LINES_RUNS, """
         size[0] > 1; pair_rows; sides[0] > 1; sides[1] > 1; taps_h.sides > 1; taps_w.sides > 1; atoms > 1
@@ -1105,15 +1090,19 @@ TILE_PATHS = {
         boxed and not flat and not channels_last and columns > line
         boxed and not flat and not channels_last and rows > 1; flat; flat and rows * across > line
         rows_together > 1; cell_parts * cells > folders; vector > 1; positions > 64 * warpgroups
-        steps * 32 > problem.in_channels * itemsize; steps > 8 and not split
+        steps * 32 > problem.in_channels * itemsize; steps > 8 and not split; copied == 0; copied == 4; copied == 8
+        copied == 16; flat and itemsize == 2; flat and itemsize == 4; item_steps == 1
     """),
     "grads_mma": (GRADS_MMA_RUNS, """
         planes > 8; planes > 16; planes % 16 == 8 and planes > 16; problem.gemm_k > 8 * ci_warps
         problem.gemm_k % 8 == 0 and problem.gemm_k % (8 * ci_warps) > 0; row_warps == 1; column_warps == 1
         rows == 4; size[0] < problem.input_size[0]; size[1] < problem.input_size[1]
+        ci_warps == 1; ci_warps == 2; ci_warps == 4
     """),
     "forward_mma": (MMA_RUNS, """
-        unrolled; groups > 1; len(turns) > 1; shifted
+        unrolled; groups > 1; len(turns) > 1; shifted; staged; channels % 16 == 0; warps_m > 1; loading == 1
+        channels_last and loading == 0; channels_last and loading == 2; not channels_last and loading == 0
+        not channels_last and loading == 2
     """),
     "gemm_mma": (GEMM_MMA_RUNS, """
         splits > 1; phases > 1; units == 2; cells[1] > 1; warps[0] == 1; warps[1] == 1; tiles[1] == 8
@@ -1135,15 +1124,6 @@ def test_usual_runs_take_every_path(kernel):
     assert tiles.count(None) < len(tiles) / 10
     for condition in (*paths.values(), *re.split(r"[;\n]\s*", conditions.strip())):
         assert {holds(condition, tile) for tile in tiles if tile is not None} == {True, False}, condition
-
-
-def test_usual_runs_have_what_tiles_are_for():
-    gradients, folds = ([run.tile for run in usual(runs) if run.tile] for runs in (GRADIENT_RUNS, FOLD_RUNS))
-    assert len({(tile.sides_co > 1, tile.itemsize, tile.split) for tile in gradients}) == 2 * len(THREE)
-    assert {tile.ci_warps for run in usual(GRADS_MMA_RUNS) if (tile := run.tile)} == {1, 2, 4}
-    assert {tile.copied for tile in folds} == {0, 4, 8, 16}
-    assert {tile.itemsize for tile in folds if tile.flat} == {2, 4}
-    assert {tile.item_steps == 1 for tile in folds} == {True, False}
 
 
 TYPED_RUNS = (
@@ -1658,7 +1638,7 @@ KINDS = {
     "a stage that is let go of too early": "weight_grad_stage_released_too_early",
     "a turn that is not passed on": "fused_turn_not_passed_on",
     "sums that are read too early": "rows_sums_read_too_early",
-    "words of products that run": "images_words_overwritten",
+    "words of products that run": "shuffle_words_overwritten",
     "no fence before products": "fused_not_fenced",
     "a launch that is not waited for": "cell_rows_weights_read_while_they_are_laid_out",
     "past static shared memory": "past_static_shared",

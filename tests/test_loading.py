@@ -101,13 +101,6 @@ def program_of(*sources):
 # Loading
 
 
-def test_load_compiles_different_keys_at_the_same_time(loader):
-    loader.barrier = threading.Barrier(2)
-    in_threads(lambda: launch.load("a.cu", {}, 0), lambda: launch.load("a.cu", {"X": 1}, 0))
-    assert loader.most == 2
-    assert len(launch._kernels) == 2
-
-
 def test_load_of_one_key_by_many_threads_compiles_once(loader):
     found = []
     in_threads(*[lambda: found.append(launch.load("a.cu", {"X": 1, "Y": 2}, 0))] * 8)

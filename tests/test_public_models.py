@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -9,8 +10,7 @@ import torch
 import gemmconv
 
 
-def speech_t5():
-    transformers = pytest.importorskip("transformers")
+def speech_t5(transformers):
     config = transformers.SpeechT5HifiGanConfig(
         model_in_dim=8, upsample_initial_channel=32, upsample_rates=[4, 2], upsample_kernel_sizes=[8, 4],
         resblock_kernel_sizes=[3], resblock_dilation_sizes=[[1, 3]],
@@ -18,14 +18,12 @@ def speech_t5():
     return transformers.SpeechT5HifiGan(config), (torch.randn(1, 12, 8),), 2
 
 
-def encodec():
-    transformers = pytest.importorskip("transformers")
+def encodec(transformers):
     config = transformers.EncodecConfig(num_filters=4, upsampling_ratios=[4, 2], hidden_size=16, codebook_dim=16)
     return transformers.EncodecModel(config).decoder, (torch.randn(1, 16, 12),), 2
 
 
-def dac():
-    transformers = pytest.importorskip("transformers")
+def dac(transformers):
     config = transformers.DacConfig(
         encoder_hidden_size=4, downsampling_ratios=[2, 4], decoder_hidden_size=32, upsampling_ratios=[4, 2],
         n_codebooks=2, codebook_size=16, codebook_dim=4, hidden_size=16,
@@ -33,8 +31,7 @@ def dac():
     return transformers.DacModel(config).decoder, (torch.randn(1, 16, 12),), 2
 
 
-def mimi():
-    transformers = pytest.importorskip("transformers")
+def mimi(transformers):
     config = transformers.MimiConfig(
         num_filters=4, upsampling_ratios=[4, 2], hidden_size=32, num_hidden_layers=1, num_attention_heads=2,
         num_key_value_heads=2, head_dim=16, intermediate_size=32, codebook_size=16, codebook_dim=8,
@@ -43,14 +40,12 @@ def mimi():
     return transformers.MimiModel(config).decoder, (torch.randn(1, 32, 12),), 2
 
 
-def univnet():
-    transformers = pytest.importorskip("transformers")
+def univnet(transformers):
     config = transformers.UnivNetConfig(num_mel_bins=10)
     return transformers.UnivNetModel(config), (torch.randn(1, 6, 10), torch.randn(1, 6, 64)), 3
 
 
-def vits():
-    transformers = pytest.importorskip("transformers")
+def vits(transformers):
     config = transformers.VitsConfig(
         hidden_size=16, num_hidden_layers=1, num_attention_heads=2, ffn_dim=16, flow_size=16, upsample_rates=[4, 2],
         upsample_initial_channel=32, upsample_kernel_sizes=[8, 4], resblock_kernel_sizes=[3],
@@ -59,8 +54,7 @@ def vits():
     return transformers.VitsModel(config).decoder, (torch.randn(1, 16, 12),), 2
 
 
-def sam():
-    transformers = pytest.importorskip("transformers")
+def sam(transformers):
     config = transformers.SamMaskDecoderConfig(
         hidden_size=16, mlp_dim=16, num_attention_heads=2, iou_head_hidden_dim=16
     )
@@ -69,8 +63,7 @@ def sam():
     return model, (images, torch.randn(1, 16, 6, 6), prompts, torch.randn(1, 16, 6, 6), True), 2
 
 
-def dpt():
-    transformers = pytest.importorskip("transformers")
+def dpt(transformers):
     config = transformers.DPTConfig(
         hidden_size=32, num_hidden_layers=4, num_attention_heads=2, intermediate_size=32, image_size=32, patch_size=8,
         backbone_out_indices=[0, 1, 2, 3], neck_hidden_sizes=[8, 8, 16, 16], fusion_hidden_size=16,
@@ -78,37 +71,24 @@ def dpt():
     return transformers.DPTForDepthEstimation(config), (torch.randn(1, 3, 32, 32),), 2
 
 
-def monai_unet(axes):
-    nets = pytest.importorskip("monai.networks.nets")
+def monai_unet(nets, axes):
     model = nets.UNet(axes, 1, 2, (4, 8, 16), (2, 2), num_res_units=1)
     return model, (torch.randn(1, 1, *(16,) * axes),), 2
 
 
-def dyn_unet():
-    nets = pytest.importorskip("monai.networks.nets")
+def dyn_unet(nets):
     model = nets.DynUNet(3, 1, 2, [3, 3, 3], [1, 2, 2], [2, 2], filters=[4, 8, 16])
     return model, (torch.randn(1, 1, 16, 16, 16),), 2
 
 
-def swin_unetr():
-    nets = pytest.importorskip("monai.networks.nets")
+def swin_unetr(nets):
     model = nets.SwinUNETR(in_channels=1, out_channels=2, feature_size=12, depths=(1, 1, 1, 1), num_heads=(1, 2, 2, 4))
     return model, (torch.randn(1, 1, 64, 32, 32),), 5
 
 
 FAMILIES = {
-    "SpeechT5HifiGan": speech_t5,
-    "Encodec": encodec,
-    "Dac": dac,
-    "Mimi": mimi,
-    "Univnet": univnet,
-    "Vits": vits,
-    "Sam": sam,
-    "Dpt": dpt,
-    "MONAI UNet 2-D": lambda: monai_unet(2),
-    "MONAI UNet 3-D": lambda: monai_unet(3),
-    "DynUNet": dyn_unet,
-    "SwinUNETR": swin_unetr,
+    "transformers": (speech_t5, encodec, dac, mimi, univnet, vits, sam, dpt),
+    "monai.networks.nets": (partial(monai_unet, axes=2), partial(monai_unet, axes=3), dyn_unet, swin_unetr),
 }
 
 
@@ -122,11 +102,13 @@ def results(model, inputs):
     return [one.detach() for one in outputs] + [one.grad.clone() for one in model.parameters() if one.grad is not None]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("package", "family"), [(package, family) for package, families in FAMILIES.items() for family in families]
+)
 @pytest.mark.parametrize("algorithm", ["auto", "gemm_col2im"])
-def test_a_converted_family_computes_the_same_and_goes_back(family, algorithm):
+def test_a_converted_family_computes_the_same_and_goes_back(package, family, algorithm):
     torch.manual_seed(0)
-    model, inputs, least = FAMILIES[family]()
+    model, inputs, least = family(pytest.importorskip(package))
     kinds = torch.nn.ConvTranspose1d, torch.nn.ConvTranspose2d, torch.nn.ConvTranspose3d
     count = sum(isinstance(one, kinds) for one in model.modules())  # versions of a package differ by a layer
     assert count >= least

@@ -2,8 +2,6 @@
 
 import io
 import random
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -12,6 +10,7 @@ import torch
 import gemmconv
 from gemmconv.geometry import output_extent
 from gemmconv.ops import plain
+from tests.processes import output_of
 from tests.samples import conv_precision
 
 FUNCTIONS = {1: gemmconv.conv_transpose1d, 2: gemmconv.conv_transpose2d, 3: gemmconv.conv_transpose3d}
@@ -20,7 +19,7 @@ LAYERS = {1: gemmconv.ConvTranspose1d, 2: gemmconv.ConvTranspose2d, 3: gemmconv.
 ALGORITHMS = "auto", "direct", "fused", "gemm_col2im", "native"
 FORMATS = {2: torch.channels_last, 3: torch.channels_last_3d}
 each_rank = pytest.mark.parametrize("rank", FUNCTIONS)
-COUNT, MANY = 40, 1700  # random layers of each rank
+COUNT = 40  # random layers of each rank and algorithm; those of eight slow parts are 1,600 of each rank
 
 
 def random_call(rank, draw, device="cpu", dtype=torch.float64):
@@ -77,17 +76,10 @@ def check(rank, draw, algorithm, device="cpu", dtype=torch.float64, bar=1e-12):
 
 @each_rank
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_random_layers_are_torchs_to_float64(rank, algorithm):
-    draw = random.Random(f"{rank} {algorithm}")
+@pytest.mark.parametrize("part", ["", *(pytest.param(f" {i}", marks=pytest.mark.slow) for i in range(8))])
+def test_random_layers_are_torchs_to_float64(rank, algorithm, part):
+    draw = random.Random(f"{rank} {algorithm}{part}")
     assert sum(check(rank, draw, algorithm) for _ in range(COUNT)) > COUNT // 2
-
-
-@pytest.mark.slow
-@each_rank
-def test_many_random_layers_are_torchs_to_float64(rank):
-    draw = random.Random(rank)
-    for number in range(MANY):
-        check(rank, draw, ALGORITHMS[number % len(ALGORITHMS)])
 
 
 def check_on_a_gpu(seed, count, rank, dtype, bar):
@@ -101,26 +93,15 @@ def check_on_a_gpu(seed, count, rank, dtype, bar):
     raise AssertionError(f"only {served} of {2 * count} layers are served")
 
 
-each_type_on_a_gpu = pytest.mark.parametrize(
+@pytest.mark.gpu
+@each_rank
+@pytest.mark.parametrize(
     ("dtype", "bar"), [(torch.float64, 1e-12), (torch.float32, 2e-6), (torch.bfloat16, 1e-2)], ids=str
 )
-
-
-@pytest.mark.gpu
-@each_rank
-@each_type_on_a_gpu
-def test_random_layers_on_a_gpu_are_torchs_to_float64(rank, dtype, bar):
-    check_on_a_gpu(f"{rank} {dtype}", 60, rank, dtype, bar)
-
-
-@pytest.mark.gpu
-@pytest.mark.slow
-@each_rank
-@each_type_on_a_gpu
-@pytest.mark.parametrize("part", range(5))
-def test_many_random_layers_on_a_gpu_are_torchs_to_float64(rank, dtype, bar, part):
-    """The 45 parts are 2,025 layers; pytest-xdist spreads them over processes and GPUs."""
-    check_on_a_gpu(f"{rank} {dtype} {part}", 45, rank, dtype, bar)
+@pytest.mark.parametrize("part", ["", *(pytest.param(f" {i}", marks=pytest.mark.slow) for i in range(5))])
+def test_random_layers_on_a_gpu_are_torchs_to_float64(rank, dtype, bar, part):
+    """The 45 slow parts are 2,025 layers; pytest-xdist spreads them over processes and GPUs."""
+    check_on_a_gpu(f"{rank} {dtype}{part}", 45 if part else 60, rank, dtype, bar)
 
 
 def test_operator_database_of_torch():
@@ -143,9 +124,7 @@ for rank in FUNCTIONS:
             compared += 1
 print(compared)
 """
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
-    assert result.returncode == 0, result.stderr
-    assert int(result.stdout) >= 3 * len(ALGORITHMS)
+    assert int(output_of(code)) >= 3 * len(ALGORITHMS)
 
 
 def tensors_of(rank, dtype=torch.float64):

@@ -430,31 +430,24 @@ def test_cache_corrupt_entry_is_a_miss_and_is_replaced(damage, tmp_path, compile
     assert len(compile_counter) == 2
 
 
-def test_cache_in_an_impossible_place_warns_once_and_compiling_works(tmp_path):
-    """The folder would lie under a regular file, which even root cannot make."""
-    (tmp_path / "file").write_text("in the way")
+@pytest.mark.parametrize("in_use", [False, True])
+def test_cache_that_cannot_be_written_warns_once_and_compiling_works(in_use, tmp_path):
+    """A file lies where the folder has to be, before the cache is used or while it is; even root makes none there."""
+    place = tmp_path / "file"
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        cache = KernelCache(tmp_path / "file" / "kernels")
+        if in_use:
+            cache = KernelCache(place / "kernels")
+            place.rename(tmp_path / "moved")
+        place.write_text("in the way")
+        if not in_use:
+            cache = KernelCache(place / "kernels")
         for _ in range(2):
             assert compiler.compile(*SMALL, "sm_90a", cache=cache).cubin[:4] == b"\x7fELF"
     messages = [str(warning.message) for warning in caught if "cache" in str(warning.message)]
     assert len(messages) == 1
-    assert str(tmp_path / "file" / "kernels") in messages[0]
+    assert str(place / "kernels") in messages[0]
     assert "GEMMCONV_CACHE_DIR" in messages[0]
-
-
-def test_cache_that_stops_being_writable_warns_once_and_compiling_works(tmp_path):
-    """A file takes the folder's place while the cache is in use."""
-    folder = tmp_path / "kernels"
-    cache = KernelCache(folder)
-    folder.rename(tmp_path / "moved")
-    folder.write_text("in the way")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(2):
-            assert compiler.compile(*SMALL, "sm_90a", cache=cache).cubin[:4] == b"\x7fELF"
-    assert len([warning for warning in caught if "cache" in str(warning.message)]) == 1
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS])
