@@ -19,7 +19,7 @@ LAYERS = {1: gemmconv.ConvTranspose1d, 2: gemmconv.ConvTranspose2d, 3: gemmconv.
 ALGORITHMS = "auto", "direct", "fused", "gemm_col2im", "native"
 FORMATS = {2: torch.channels_last, 3: torch.channels_last_3d}
 each_rank = pytest.mark.parametrize("rank", FUNCTIONS)
-COUNT = 40  # random layers of each rank and algorithm; those of eight slow parts are 1,600 of each rank
+COUNT = 40  # random layers of each rank and algorithm; those of nine slow parts are 1,800 of each rank
 
 
 def random_call(rank, draw, device="cpu", dtype=torch.float64):
@@ -76,7 +76,7 @@ def check(rank, draw, algorithm, device="cpu", dtype=torch.float64, bar=1e-12):
 
 @each_rank
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("part", ["", *(pytest.param(f" {i}", marks=pytest.mark.slow) for i in range(8))])
+@pytest.mark.parametrize("part", ["", *(pytest.param(f" {i}", marks=pytest.mark.slow) for i in range(9))])
 def test_random_layers_are_torchs_to_float64(rank, algorithm, part):
     draw = random.Random(f"{rank} {algorithm}{part}")
     assert sum(check(rank, draw, algorithm) for _ in range(COUNT)) > COUNT // 2
