@@ -15,9 +15,9 @@ from gemmconv.device import REFERENCE, REGISTERS, DeviceSpec
 from gemmconv.geometry import Pair, Problem
 from gemmconv.kernels.base import Config, Kernel, Pass, accumulator_dtype
 from gemmconv.kernels.costs import costs_of
-from gemmconv.kernels.direct.menu import menu_of, samples
 from gemmconv.kernels.integers import INT32_MAX, even_share, power_of_two
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros, named_macros
+from gemmconv.kernels.menu import menu_of, samples
 from gemmconv.kernels.phases import cells_of, reach_of
 from gemmconv.kernels.program import Launch, Params, Program, gathering, plane_grid, weight_strides
 

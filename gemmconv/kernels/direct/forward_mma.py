@@ -19,9 +19,9 @@ from gemmconv.hashing import cached_property
 from gemmconv.kernels.base import Config, Pass
 from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.direct.forward import DirectKernel, clock_of
-from gemmconv.kernels.direct.menu import menu_of, samples
 from gemmconv.kernels.integers import even_share, power_of_two, up_to_multiple
 from gemmconv.kernels.macros import ELEMENT_TYPES, TENSOR_CORE_TYPES, Macros, geometry_macros, named_macros, table
+from gemmconv.kernels.menu import menu_of, samples
 from gemmconv.kernels.phases import cells_of, phase_shifts, reach_of
 from gemmconv.kernels.program import MAX_GRID_Y, Launch, Params, Program, gathering, weight_strides
 

@@ -16,11 +16,11 @@ from gemmconv.hashing import cached_property
 from gemmconv.kernels.base import DEFAULT_WORKSPACE_LIMIT, Config, Pass
 from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.direct.forward import DirectKernel, slowest_elsewhere
-from gemmconv.kernels.direct.menu import menu_of, samples
 from gemmconv.kernels.direct.patch import Patch, gradients_program, problem_macros
 from gemmconv.kernels.integers import even_share, power_of_two, power_of_two_within, up_to_multiple
 from gemmconv.kernels.layout.transpose import gradients_transpose_seconds
 from gemmconv.kernels.macros import TENSOR_CORE_TYPES, Macros, named_macros
+from gemmconv.kernels.menu import menu_of, samples
 from gemmconv.kernels.program import MAX_GRID_Y, Launch, Params, Program, weight_strides
 from gemmconv.kernels.splits.reduce import partial_bytes, result_params
 

@@ -16,9 +16,9 @@ import torch
 from gemmconv.geometry import Pair, Problem
 from gemmconv.hashing import cached_property
 from gemmconv.kernels.base import Config, Pass
-from gemmconv.kernels.direct.menu import SHORT
 from gemmconv.kernels.integers import even_share, power_of_two_within, up_to_multiple
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros
+from gemmconv.kernels.menu import SHORT
 from gemmconv.kernels.program import Launch, Operand, Program, clearing, grad_input_of, grad_weight_of
 from gemmconv.kernels.splits.reduce import with_partials
 

@@ -18,9 +18,9 @@ from gemmconv.geometry import Pair, Problem
 from gemmconv.hashing import cached_property, changed
 from gemmconv.kernels.base import DEFAULT_WORKSPACE_LIMIT, Config, Pass
 from gemmconv.kernels.costs import costs_of
-from gemmconv.kernels.direct.menu import menu_of
 from gemmconv.kernels.integers import INT32_MAX, up_to_multiple
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros, named_macros
+from gemmconv.kernels.menu import menu_of
 from gemmconv.kernels.program import Launch, Params, Program, TensorMapSpec
 from gemmconv.kernels.sm90.base import WeightGradKernel, image_map
 from gemmconv.kernels.sm90.implicit_gemm_plan import SHARED_BYTES
