@@ -313,7 +313,9 @@ class GemmMma(Kernel):
         return work_of(config, direction, tile).seconds(config.spec)
 
     def fitted(self, config: Config, direction: Pass, tile: Tile) -> Tile | None:
-        return tile if Work(config, direction, tile).shared_bytes <= config.spec.shared_bytes else None
+        work = work_of(config, direction, tile)
+        fits = work.shared_bytes <= config.spec.shared_bytes and work.partial_bytes <= config.workspace_limit
+        return tile if fits else None
 
     def workspace_bytes(self, config: Config, direction: Pass, tile: Tile) -> int:
         work = Work(config, direction, tile)
