@@ -10,11 +10,11 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 from gemmconv.device import REGISTERS, DeviceSpec
-from gemmconv.hashing import cached_property, hashed_once
+from gemmconv.hashing import cached_property, changed, hashed_once
 from gemmconv.kernels.base import Config, Kernel, Pass
 from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.integers import INT32_MAX, even_share, power_of_two, up_to_multiple
@@ -306,7 +306,7 @@ class GemmMma(Kernel):
                 # Beside one part: as many parts as fill the GPU with blocks once, or twice.
                 room = tile.resident(work.parts) * config.spec.multiprocessors // work.blocks
                 for splits in {1, *(min(count, work.chunks) for count in (room, 2 * room) if room > 1)}:
-                    split = replace(tile, splits=even_share(work.chunks, splits))
+                    split = changed(tile, splits=even_share(work.chunks, splits))
                     of_split = work_of(config, direction, split)
                     fits = of_split.shared_bytes <= config.spec.shared_bytes
                     if fits and of_split.partial_bytes <= config.workspace_limit:
@@ -316,7 +316,9 @@ class GemmMma(Kernel):
         return work_of(config, direction, tile).seconds(config.spec)
 
     def fitted(self, config: Config, direction: Pass, tile: Tile) -> Tile | None:
-        return tile if Work(config, direction, tile).shared_bytes <= config.spec.shared_bytes else None
+        work = work_of(config, direction, tile)
+        fits = work.shared_bytes <= config.spec.shared_bytes and work.partial_bytes <= config.workspace_limit
+        return tile if fits else None
 
     def workspace_bytes(self, config: Config, direction: Pass, tile: Tile) -> int:
         work = Work(config, direction, tile)
