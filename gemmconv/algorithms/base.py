@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
-from itertools import chain
 from typing import Any, ClassVar
 
 import torch
@@ -25,10 +24,9 @@ from gemmconv.kernels.base import (
 from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.layout.transpose import grad_output_transpose_seconds
 from gemmconv.kernels.search_cache import cached
-from gemmconv.kernels.size_class import representatives, usual
+from gemmconv.kernels.size_class import representatives
 
 _COST = costs_of("choice")
-_NEARLY = 1.03  # times the least estimate: a choice that more sizes share is taken up to it
 
 
 class Algorithm(ABC):
@@ -147,31 +145,18 @@ class AlgorithmOfOne(Kernel, Algorithm):
 
 @lru_cache(maxsize=4096)
 def _fitted(kernels: tuple[Kernel, ...], config: Config, direction: Pass, lacks: str | None) -> Choice | None:
-    """The best choice of the size classes, fitted to the sizes; the best for these sizes alone if none fits.
-
-    One that more sizes share is taken if it is nearly as fast: that of a usual size, or of a class without variation.
-    """
-
-    def fitted(others: Iterable[Config], varied: bool = False) -> Iterator[Choice]:
-        """The best choices of other sizes, fitted to these, or variants of them."""
-        for best in (_fastest(kernels, other, direction, lacks) for other in others):
-            if best is not None:
-                kernel, tile = best.kernel, best.tile
-                for compiled in kernel.varied(config, direction, tile) if varied else (tile,):
-                    if (one := kernel.fitted(config, direction, compiled)) is not None:
-                        yield Choice(kernel, one, kernel.expected(config, direction, one))
-
-    classes = representatives(config)
-    if near := [*fitted(classes)]:
-        best: Choice | None = min((*near, *fitted(classes, varied=True)), key=lambda one: one.seconds)
-    else:
-        # A layer that none of them can compute is not searched for, and so adds nothing to the cache on disk.
-        able = tuple(kernel for kernel in kernels if kernel.why_not_device_or_dtype(config, direction) is None)
-        best = _fastest(able, config, direction, lacks) if able else None
-    if best is None or classes in ((), (config,)):
-        return best
-    most = _NEARLY * best.seconds
-    return next((one for one in chain(fitted(usual(config)), near) if one.seconds <= most), best)
+    """The best choice of the size classes, fitted to the sizes; the best for these sizes alone if none fits."""
+    fitting = []
+    for representative in representatives(config):
+        if (best := _fastest(kernels, representative, direction, lacks)) is not None:
+            tile = best.kernel.fitted(config, direction, best.tile)
+            if tile is not None:
+                fitting.append(Choice(best.kernel, tile, best.kernel.expected(config, direction, tile)))
+    if fitting:
+        return min(fitting, key=lambda one: one.seconds)
+    # A layer that none of them can compute is not searched for, and so adds nothing to the cache on disk.
+    able = tuple(kernel for kernel in kernels if kernel.why_not_device_or_dtype(config, direction) is None)
+    return _fastest(able, config, direction, lacks) if able else None
 
 
 @lru_cache(maxsize=4096)

@@ -164,10 +164,6 @@ class Kernel(ABC):
         """
         return None
 
-    def varied(self, config: Config, direction: Pass, tile: Any) -> Iterable[Any]:
-        """Further tiles for a size, beside the one of its class, which then compiles a kernel of its own."""
-        return ()
-
     def workspace_bytes(self, config: Config, direction: Pass, tile: Any) -> int:
         """Bytes of temporary memory that a call takes at most, beside arguments, result and transposed tensors."""
         return 0

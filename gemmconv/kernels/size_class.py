@@ -23,7 +23,6 @@ _TOTALS = (*(1 << i for i in range(12)), *(1 << i for i in range(12, 26, 2)))
 _SMALL = 256  # pixels: smaller images form a class of their own, since the way a tile covers them matters most
 _SHORT = 8  # inputs: a shorter axis keeps its length in its class
 _FLAT = 8  # ratio of width and height from which an image is not treated as nearly square
-_USUAL_SIDE, _USUAL_TOTALS = 64, (1 << 20, 1 << 16, 1 << 13)  # of images of usual sizes, and pixels of all of them
 
 
 @lru_cache(maxsize=4096)
@@ -42,17 +41,6 @@ def representatives(config: Config) -> tuple[Config, ...]:
         return ()
     problems = _problems(config.problem, max(1, _VECTOR_BYTES // config.dtype.itemsize))
     return tuple(replace(config, problem=problem) for problem in problems)
-
-
-def usual(config: Config) -> Iterator[Config]:
-    """Configurations of sizes that are the same for all sizes of a layer with the same alignment, the largest first."""
-    p, elements = config.problem, max(1, _VECTOR_BYTES // config.dtype.itemsize)
-    height, width = p.input_size
-    widths = range(_USUAL_SIDE if height >= _SHORT else _USUAL_SIDE**2 // height, 0, -1)
-    new_width = next(one for one in widths if _aligned(p, one, elements) == _aligned(p, width, elements))
-    size = new_width if height >= _SHORT else height, new_width
-    problems = (replace(p, batch=max(1, total // math.prod(size)), input_size=size) for total in _USUAL_TOTALS)
-    return (replace(config, problem=problem) for problem in problems if min(problem.output_size) > 0)
 
 
 @lru_cache(maxsize=4096)

@@ -10,7 +10,6 @@ csrc/weights/pack.cu lays the weights out, in a launch of its own before the oth
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from itertools import accumulate, chain
 from typing import Any
 
@@ -164,12 +163,11 @@ class ImplicitGemm(Sm90Kernel):
 
     def fitted(self, config: Config, direction: Pass, tile: Plan) -> Plan | None:
         plan = tile.fitted(config.problem)
-        return None if plan is None or _too_large(plan) else plan
-
-    def varied(self, config: Config, direction: Pass, tile: Plan) -> Iterator[Plan]:
-        plan = self.fitted(config, direction, tile)
         if plan is not None and plan.items_of_a_block(plan.problem.batch) <= _FEW_ITEMS:
-            yield from with_other_columns(tile)  # how tiles come out even is most of what counts
+            # How tiles come out even is most of what counts.
+            others = [one.fitted(config.problem) for one in with_other_columns(tile)]
+            plan = min((plan, *(one for one in others if one is not None)), key=lambda one: one.cycles)
+        return None if plan is None or _too_large(plan) else plan
 
     def seconds(self, config: Config, direction: Pass, tile: Plan) -> float:
         cycles = max(tile.cycles, cycles_of_tensor_cores(tile))
