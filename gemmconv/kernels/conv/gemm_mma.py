@@ -33,12 +33,11 @@ MENU = (
     (4, 1, 4, 4),
     (1, 4, 4, 4),
     (2, 3, 2, 4),
-    (2, 3, 4, 2),
-    (1, 3, 4, 4),
-    (1, 5, 4, 4),
     (2, 2, 2, 4),
     (4, 1, 4, 1),
 )
+# The same, by the number of column phases: blocks that have all of them, so that they store whole rows of outputs.
+_ALL_PHASES = {3: ((2, 3, 4, 2), (1, 3, 4, 4)), 5: ((1, 5, 4, 4),)}
 _COST = costs_of("conv/gemm_mma")
 _MOST_PHASES, _MOST_TAPS = 128, 512  # of the tables in the kernel's params
 _MOST_SUMS = 32  # tiles of 16 x 8 sums that a warp has registers for; float32 in two parts takes two of each
@@ -289,7 +288,7 @@ class GemmMma(Kernel):
             return
         units = 4 if layer.in_channels * layer.itemsize > 32 else 2
         depth, height, width = map(power_of_two, layer.grid)
-        for warps_m, warps_n, tiles_m, tiles_n in MENU:
+        for warps_m, warps_n, tiles_m, tiles_n in (*MENU, *_ALL_PHASES.get(layer.span[2], ())):
             if tiles_m * tiles_n * layer.parts > _MOST_SUMS:
                 continue
             block = warps_m * tiles_m * 16
