@@ -25,7 +25,7 @@ from gemmconv.kernels.splits import reduce
 from gemmconv.kernels.weights import pack
 
 # Warps along cells and along channels; for each warp, tiles of 16 cells and tiles of 8 channels.
-MENU = (
+_MENU = (
     (2, 2, 4, 8),
     (4, 1, 4, 8),
     (1, 4, 4, 8),
@@ -288,7 +288,7 @@ class GemmMma(Kernel):
             return
         units = 4 if layer.in_channels * layer.itemsize > 32 else 2
         depth, height, width = map(power_of_two, layer.grid)
-        for warps_m, warps_n, tiles_m, tiles_n in (*MENU, *_ALL_PHASES.get(layer.span[2], ())):
+        for warps_m, warps_n, tiles_m, tiles_n in (*_MENU, *_ALL_PHASES.get(layer.span[2], ())):
             if tiles_m * tiles_n * layer.parts > _MOST_SUMS:
                 continue
             block = warps_m * tiles_m * 16
