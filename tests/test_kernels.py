@@ -569,6 +569,15 @@ GEMM_MMA_RUNS = [
 ]
 GEMM_MMA_RUNS = [run for run in GEMM_MMA_RUNS if run.tile is not None]
 some_are_slow(GEMM_MMA_RUNS, 3)
+# Blocks that have all column phases of a stride of 3 or 5.
+PHASED_CASES = (
+    Case(2, 16, 40, (6, 9), (3, 5), (2, 3), (1, 2), dilation=(2, 1), groups=2),
+    Case(1, 20, 24, (5, 8), (3, 3), (5, 5), (1, 1), (2, 1)),
+)
+for number, (case, kind) in enumerate(itertools.product(PHASED_CASES, (*THREE[:2], *HALVES))):
+    run = run_in(kind, "gemm_mma", case, 0, layout=[*FORMATS][number % 2])
+    of_all = [one for one in run.tiles if one.phases == case.stride[1]]
+    GEMM_MMA_RUNS += [replace(run, choice=one) for one in {one.warps + one.tiles: one for one in of_all}.values()]
 GEMM_MMA = Run("gemm_mma", TILED_CASES[6], torch.float16, "channels_last", choice=0)
 GEMM_MMA_CHUNKS = Run("gemm_mma", MANY_CHANNELS, choice=0)
 
