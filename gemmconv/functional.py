@@ -114,7 +114,7 @@ def conv_transpose2d(
     if is_eager and (input.is_cuda or input.is_cpu) and ops.is_left_to_torch(input, weight, bias, arguments):  # 3
         call = call_cache.find_or_make(key, lambda: lambda *tensors: torch.conv_transpose2d(*tensors, *geometry))
         return call(input, weight, bias)
-    # 4. Calls on other tensors, in torch.compile and in modes have no key. prepare returns None for a sparse tensor.
+    # 4. Calls on other tensors, in torch.compile and in modes have no key. prepare returns None for a negated view.
     if key is not None:
         call = call_cache.find_or_make(key, lambda: plain.prepare(input, weight, bias, arguments))
         if call is not None:

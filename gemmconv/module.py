@@ -64,7 +64,7 @@ class Layer(nn.Module):
         self._register()
 
     def _register(self) -> None:
-        """Enter a new layer of signals or images into the order by which followers.py guesses later layers' calls."""
+        """Remember in which order layers are made: followers.py compiles kernels of later ones in advance."""
         if self._axes < 3:
             self._position = followers.register(self)
 

@@ -9,8 +9,8 @@
     CPU, no C   preference, at its end    torch's operator; forward, gemm_col2im for few outputs
 
 An algorithm that is named computes all passes that it can; a gradient that it cannot compute goes to gemm_col2im. Named
-or not, an algorithm computes a gradient only if it can compute the forward pass, too: ``why_not(config)`` asks for
-that, ``why_not(config, direction)`` for the pass itself.
+or not, an algorithm computes a gradient only if it passes two checks: ``why_not(config)``, for the forward pass, and
+``why_not(config, direction)``, for the gradient.
 """
 
 from __future__ import annotations
@@ -191,8 +191,8 @@ def on_measured_gpu(config: Config) -> Config:
 def clearly_below(config: Config, seconds_of_torch: Seconds) -> float:
     """The seconds below which one of ours comes before torch's operator on a GPU that is not Hopper.
 
-    ``seconds_of_torch`` was measured on Hopper with deterministic kernels. On other GPUs torch may take kernels that
-    are not, up to twice as fast. So ours must take less than a share of this time, which differs by precision.
+    ``seconds_of_torch`` was measured on Hopper with deterministic kernels. On other GPUs torch may take others,
+    which are up to twice as fast. So ours must take less than a share of this time, which differs by precision.
     """
     share = _CLEARLY_FASTER["half" if config.dtype.itemsize == 2 else config.precision]  # "half" are 16-bit types
     return share * seconds_of_torch.waited if seconds_of_torch.device < math.inf else 0.0

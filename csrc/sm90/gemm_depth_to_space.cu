@@ -7,11 +7,11 @@
  * so that nothing is gathered or folded: positions (image, ih, iw) times lines (co, kh, kw). What is left is that neighbours in
  * an output row are columns of the product.
  *
- * Positions are its rows (pipeline/pixels_on_m.cuh), in any order that a warp likes. Rows g and g + 8 are neighbours where that
- * gives a thread more outputs that lie together (PAIRED_ROWS), and the eight lanes that have the same columns store a stretch of an
- * output row. So outputs go from registers to memory, and no shared memory is read or written for them: weights take most of
- * what it can give. What comes from memory and goes there is as much as products take, so that outputs wait, and are stored
- * while the products of the next block run (DEFERRED_STORES).
+ * Positions are rows of the product (pipeline/pixels_on_m.cuh). If PAIRED_ROWS, rows g and g + 8 are positions 2g and 2g + 1, so
+ * that a thread stores outputs of both together. The eight lanes that have the same lines store a stretch of an output row. So
+ * sums go from registers to memory, not by way of shared memory, which is busy with weights. Memory takes about as long as the
+ * products: outputs of a line block stay in registers, and are stored while the next one's products run (DEFERRED_STORES).
+ *   KERNEL_H = KERNEL_W = 2, bf16: lane 5 (g = 1, t = 1) has lines 2 and 3, so kh = 1 of channel 0, of its two positions
  *
  * Macros: those of pipeline/pixels_on_m.cuh, with one position block, no memory of its own, kernels of 1, 2, 4, 8 or 16 taps,
  * LINES a multiple of 4 * KERNEL_W where PACKED; images have one row where KERNEL_H is 1; PAIRED_ROWS (1 where KERNEL_W <= 2 and
@@ -21,18 +21,18 @@
 #include "pipeline/pixels_on_m.cuh"
 #include "ptx/store.cuh"
 
-static_assert(POSITION_BLOCKS == 1 && !WINDOWED && 16 % kTaps == 0, "see there");
+static_assert(POSITION_BLOCKS == 1 && !WINDOWED && 16 % kTaps == 0, "one position block, whole images, taps divide 16");
 constexpr int kShares = CHUNK_CLASS;  // chunks that multiply peels off: each has a share of the stores
 
 // Rows g and g + 8 of a warp's 16 are positions 2g and 2g + 1, or g and g + 8.
 constexpr bool kPaired = PAIRED_ROWS;
-static_assert(!kPaired || KERNEL_W <= 2, "neighbours are stored together");
+static_assert(!kPaired || KERNEL_W <= 2, "outputs of two positions are neighbours");
 
 /* Elements of a row and of a plane of outputs. */
 __device__ __forceinline__ int out_width(const pixels_on_m_params& p) { return p.in_w * KERNEL_W; }
 __device__ __forceinline__ int out_plane(const pixels_on_m_params& p) { return p.in_h * p.in_w * kTaps; }
 
-// Lines that a lane has one after the other (see weights/pack.cu), tiles of 8 columns that have them, in turn.
+// Consecutive lines of a lane (weights/pack.cu); products' tiles of 8 lines that hold them; how many times a lane has such lines.
 constexpr int kLane = PACKED && KERNEL_W > 2 ? KERNEL_W : 2, kTiles = kLane / 2, kTurns = LINES / 8 / kTiles;
 static_assert(LINES % (8 * kTiles) == 0 && KERNEL_W <= 8, "tiles and lanes have whole rows of outputs");
 
@@ -52,7 +52,7 @@ struct places_t {
         for (int h = 0; h < 2; ++h) {
             const int here = position + warp * 16 + (kPaired ? g * 2 + h : g + h * 8);
             const int image = divided(here, p.by_pixels), pixel = here - image * pixels;
-            const int row = KERNEL_H == 1 ? 0 : divided(pixel, p.by_width);  // KERNEL_W outputs further with each row
+            const int row = KERNEL_H == 1 ? 0 : divided(pixel, p.by_width);  // pixel * KERNEL_W counts one of its KERNEL_H rows
             inside[h] = here < p.positions;
             to[h] = p.output + (static_cast<long long>(image) * (p.out_channels * static_cast<long long>(out_plane(p))) +
                                 (row * ((KERNEL_H - 1) * out_width(p)) + pixel * KERNEL_W + column));
@@ -100,7 +100,7 @@ struct outputs_t {
         each<END - FIRST>([&](auto turn) {
             constexpr int kTurn = FIRST + turn, kFirst = kTurn * kTiles * 8, kOut = kFirst / kTaps;
             const int at = kOut * out_plane(p) + kFirst % kTaps / KERNEL_W * out_width(p);
-            constexpr int kRuns = KERNEL_W == 1 ? 2 : 1, kRunWords = kWords / kRuns;  // of lines that are no neighbours
+            constexpr int kRuns = KERNEL_W == 1 ? 2 : 1, kRunWords = kWords / kRuns;  // stretches of the output
             #pragma unroll
             for (int e = 0; e < kRuns; ++e) {
                 const bool is = WHOLE_OUTS || kOut + (kTaps == 1 ? e : 0) < outs;
@@ -136,8 +136,8 @@ private:
     }
 };
 
-/* The positions of a warp, the `warp`-th that multiplies, of item after item. Outputs wait for the next block's products to
- * run, and are stored meanwhile: memory may take as long for them.
+/* What consumer warp `warp` does: for each item and line block it multiplies, and keeps outputs, which are stored during the next
+ * products.
  */
 __device__ __forceinline__ void consume(const pixels_on_m_params& p, int warp) {
     ring_t ring, slots;

@@ -27,7 +27,7 @@
 // multiply: the main loop; each_item: a loop over the thread block's items; each: a loop whose indices are constants;
 // ring_t: a place in a ring; divided: by a reciprocal; run: starts all warps; kBlockOuts: a line block's channels
 #include "pipeline/pixels_on_m.cuh"
-// gather: checks all bounds except that its first output channel exists; cell_place_t: where a cell (the outputs of one
+// gather: checks all bounds but one: its first output channel must exist; cell_place_t: where a cell (the outputs of one
 // stride) lies; kParts: parts of a row of a cell, one for a thread
 #include "epilogue/fold_smem.cuh"
 #include "ptx/named_barrier.cuh"

@@ -94,8 +94,8 @@ class Kernel(ABC):
 
     A tile is the frozen record by which a kernel is specialised: the work of a thread block, stages, threads.
 
-    A new kernel defines ``name``, ``serves``, :meth:`tiles`, :meth:`seconds` and :meth:`program`; on a CPU, where
-    program returns None, :meth:`prepare` too. All else has a default. gemmconv/kernels/conv/gemm_mma.py is one to read
+    A new kernel defines ``name``, ``serves``, :meth:`tiles`, :meth:`seconds` and :meth:`program`; a kernel on a CPU,
+    whose program is None, :meth:`prepare` too. All else has a default. gemmconv/kernels/conv/gemm_mma.py is one to read
     first. To choose among kernels, a pass asks each in this order:
 
         why_not                          None if the kernel can compute the pass, else the reason

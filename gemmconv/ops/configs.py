@@ -21,10 +21,7 @@ Prepared = Callable[..., Any]  # a prepared call: what it takes and returns is s
 
 
 class Convention(NamedTuple):
-    """The calling convention of a prepared call: where it takes or returns other than its operator's schema says.
-
-    Calls past the dispatcher, and their backward passes, may: they save casts, copies and launches that way.
-    """
+    """What a prepared call takes and returns other than its operator; implementation.py says what for."""
 
     # strides of the weight's gradient; None for those of a contiguous tensor
     weight_grad_strides: Strides | None = None

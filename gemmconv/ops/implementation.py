@@ -13,9 +13,16 @@ The first call of a signature goes through these stages; here ``[8, 64, 32, 32]`
 For both gradients a pair of algorithms is chosen, ``pairs.Gradients``. On a CPU, and for torch's operator, there is
 no program: the algorithm prepares the call itself. Layers on volumes have operators of their own, in volumes.py.
 
-To save launches, calls past torch's dispatcher (plain.py, recording.py) may differ from an operator's: they may take
-float32 parameters and cast them, return these casts beside the output, or take signals instead of images of height 1.
-A ``Convention`` (configs.py) says which of these a call does.
+Calls past torch's dispatcher (plain.py, recording.py) are prepared here too. To save launches, they may take and return
+other tensors than the operator does. They ask for these by the fields of a :class:`Convention`; an operator's own call
+asks for none of them, except perhaps the first:
+
+    weight_grad_strides   the strides of the weight's gradient
+    with_bias_grad        the bias's gradient is returned too, after the others
+    parameter_dtype       weight and bias are taken as float32, and cast in the call
+    returns_casts         these casts are returned too, after the output
+    is_signal             tensors have one axis; their memory is that of images of height 1
+    trained               the weight will change before the next call, so a CPU packs it anew each time
 """
 
 from __future__ import annotations
@@ -71,8 +78,8 @@ def prepare_call(
         arguments: the operator's other arguments, from the stride on; trailing defaults may be left out.
         convention: what the call takes and returns; None for what the operator takes and returns.
 
-    A layer's call (plain.py) is cached too, under a key of its own: it runs this one between casts, and records an
-    autograd node.
+    plain.py caches calls of layers, under keys of its own: such a call casts the input, runs a call of this cache, and
+    records an autograd node.
     """
     convention = convention or default_convention(direction, tensors)
     # The arguments as bytes, which are made quickly. Symbolic sizes of a traced graph have none: then the values.

@@ -76,8 +76,8 @@ def _prepare_autocast(tensors: Tensors, arguments: Arguments) -> Call:
     if not casts_parameters(tensors, dtype):
         call = prepare_recording(tuple(map(cast, tensors)), arguments)
         return lambda input, weight, bias: call(cast(input), cast(weight), cast(bias))
-    # The prepared call takes float32 parameters and casts them itself, each time. Its kernels, which read the casts,
-    # are chosen now, by stand-ins: tensors with the dtype, shapes and strides of the casts, and no data. Of
+    # The prepared call takes float32 parameters and casts them itself, each time. Kernels are chosen for the casts,
+    # which do not exist yet; tensors without data, of the same dtype, shapes and strides, stand in for them. Of
     # ``parameters`` only the dtype is used: the one to cast from. The call keeps none of these tensors.
     input, *parameters = tensors
     stand_ins = cast(input), *(without_data(one, dtype) for one in parameters)

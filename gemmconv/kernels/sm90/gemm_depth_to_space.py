@@ -1,8 +1,10 @@
-"""How ``fused`` goes about kernels as large as their stride (sm90/gemm_depth_to_space.cu): tiles, estimates, launch.
+"""Host side of csrc/sm90/gemm_depth_to_space.cu: ``fused`` for kernels as large as their stride.
 
-It is for 16-bit types and TF32, NCHW, one group, kernels whose taps divide 16 and neither overlap nor leave gaps, no
-padding, and images whose pixels are a multiple of four; of 16 bits, weights whose rows of lines begin at 16 bytes.
-``tiles_of`` gives none for others.
+Its words are those of gemm_fold_pixels.py, without cells and folds: here each line of the product goes to one place.
+
+It is for 16-bit types and TF32, NCHW and one group. ``tiles_of`` gives tiles where taps divide 16, neither overlap nor
+leave gaps, and are at most 8 across; there is no padding; an image's pixels are a multiple of four; and in 16 bits rows
+of weights begin at multiples of 16 bytes.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from gemmconv.kernels.sm90.pixels_on_m import CHUNK_BYTES, MOST_LINES, PositionR
 
 _COST = costs_of("sm90/gemm_depth_to_space")
 _MOST_KEPT = {2: 224, 4: 160}  # by bytes of an element: registers have room for their outputs too
-_LINES = (64, 128, 256)  # few, for few kernels: others are faster by a few percent, each at some sizes
+_LINES = (64, 128, 256)  # so few that few kernels are compiled; others gain a few percent at some sizes
 _MOST_KERNEL_W = 8
 _MOST_TAPS = 16
 
@@ -41,7 +43,7 @@ class Tile(PositionRows):
 
     @property
     def paired(self) -> bool:
-        """Whether a thread has outputs of two neighbours together."""
+        """Whether a thread has two neighbouring positions, whose outputs it stores together."""
         return self.problem.kernel_size[1] <= 2 and self.input_size[1] % 2 == 0
 
     @property
@@ -57,7 +59,7 @@ class Tile(PositionRows):
         stored = self.lines * self.itemsize * (_COST.kept_store_cycles if self.kept else _COST.store_cycles)
         item = _COST.item_cycles + self.set_line_blocks * (self.chunks * chunk + stored)
         computed = -(-self.items // self.multiprocessors) * item
-        passes = 1 if self.held else self.set_line_blocks  # over an item's inputs, which the L2 cache hardly keeps
+        passes = 1 if self.held else self.set_line_blocks  # reads of an item's inputs, which mostly miss the L2 cache
         times = 1 + _COST.again_share * (passes - 1)
         elements = math.prod(p.output_shape) + math.prod(p.input_shape) * times
         moved = elements * self.itemsize / _COST.bytes_a_cycle
@@ -73,8 +75,9 @@ def tiles_of(problem: Problem, itemsize: int, multiprocessors: int) -> Iterator[
         return
     if not pixels_on_m.serves(p, itemsize, multiprocessors):
         return
-    few = up_to_multiple(p.out_channels * p.taps, max(16, 4 * p.kernel_size[1]))
-    for lines in (*(lines for lines in _LINES if lines < few), *((few,) if few <= MOST_LINES else ())):
+    all_lines = up_to_multiple(p.out_channels * p.taps, max(16, 4 * p.kernel_size[1]))
+    menu = [*(lines for lines in _LINES if lines < all_lines), all_lines]
+    for lines in menu if all_lines <= MOST_LINES else menu[:-1]:
         yield from _tiles_in_sets(p, itemsize, lines, multiprocessors)
 
 
@@ -87,7 +90,10 @@ def _tiles_in_sets(problem: Problem, itemsize: int, lines: int, multiprocessors:
 
 class GemmDepthToSpace(OneFormatForward):
     name = "sm90/gemm_depth_to_space"
-    serves = "one group, kernel_size equal to stride, without padding or dilation, taps that divide 16"
+    serves = (
+        "one group, kernel_size equal to stride, without padding or dilation, taps that divide 16 and are at most 8 "
+        "across, a multiple of four pixels"
+    )
     only_in = torch.contiguous_format
 
     def fitted(self, config: Config, direction: Pass, tile: Tile) -> Tile | None:

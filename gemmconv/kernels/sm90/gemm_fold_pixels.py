@@ -68,8 +68,8 @@ class Tile(PositionRows):
 
     images: int  # images of an item; 1 where items are windows
     window: int  # positions of each image that an item has: all of them, or a part of its only row
-    # lower bounds of :attr:`position_blocks` and :attr:`fold_turns`: the values of the kernel, if it was compiled for
-    # another size and this tile reuses it; else ``(1, 1)``
+    # :attr:`position_blocks` and :attr:`fold_turns` of the compiled kernel that this tile reuses at another size;
+    # (1, 1) if a kernel is compiled for the tile
     compiled: Pair = (1, 1)
 
     @cached_property
@@ -126,7 +126,7 @@ class Tile(PositionRows):
 
     @property
     def _group_threads(self) -> int:
-        """Threads of a group that gathers everything in one turn, if the item has a cell for each position."""
+        """Threads that gather one cell for each position in one turn."""
         return self.position_blocks * BLOCK_POSITIONS * self.parts
 
     def _fold_bytes(self, outs: int) -> int:
@@ -235,7 +235,7 @@ class GemmFoldPixels(OneFormatForward):
     name = "sm90/gemm_fold_pixels"
     serves = (
         "one group, taps whose least common multiple with 16 is at most 256 and reach every phase, signals of any "
-        "length or images of at most 256 inputs, a multiple of four inputs, at most 16 outputs of one stride for each"
+        "length or images of at most 256 inputs, a multiple of four inputs, at most 16 cells (of one stride) each"
     )
     only_in = torch.contiguous_format
 
