@@ -53,7 +53,7 @@ def conv_transpose2d(
         groups: number of groups into which channels are divided.
         algorithm: ``"auto"``, ``"direct"``, ``"fused"``, ``"gemm_col2im"`` or ``"native"``.
         precision: for float32 on CUDA, ``"ieee"`` or ``"tf32"``; None follows torch's setting for convolutions.
-        workspace_limit: bytes of temporary memory; None for 64 MiB.
+        workspace_limit: bytes of columns and partial sums, beyond which a warning says so; None for 64 MiB.
 
     Returns:
         ``[N, C_out, H_out, W_out]`` (or without N), channels_last where the input or the weight is.
@@ -97,12 +97,12 @@ def conv_transpose2d(
         and not torch.compiler.is_compiling()
         and torch._C._get_tracing_state() is None  # under torch.jit.trace sizes are tensors
     )
-    # The first case that holds computes the call. Cases 1 to 3 need algorithm "auto" or "native".
+    # The first case that can computes the call. Cases 1 to 3 need algorithm "auto" or "native".
     #   1. On a CPU, a call that is traced or compiled, or whose input is of a subclass: torch's operator. torch.export
-    #      is an exception, and so is "auto" with few outputs for each input.
+    #      is an exception, and so is "auto" with few output channels for its input channels.
     #   2. Complex tensors: torch's operator, which computes with their real and imaginary parts.
     #   3. An eager call for which torch's operator is chosen: that operator, called directly to save host time.
-    #   4. A call that has a key: a prepared call, which launches kernels without torch's dispatcher.
+    #   4. A call that has a key, and no negated view: a prepared call, which launches kernels past the dispatcher.
     #   5. An export to ONNX; also, with "auto" or "native" and torch's own precision, transforms such as vmap, and
     #      wrapper subclasses: torch's operator, since these have rules for it, and none for ours.
     #   6. Any other call: our operator, by torch's dispatcher.

@@ -192,7 +192,8 @@ class ConvTranspose1d(Layer, nn.ConvTranspose1d):
     def _uncached_call(self, key: Any, arguments: Any, given_key: Any, input: Tensor, weight: Tensor, bias: Any) -> Any:
         """The output by a new prepared call on signals, or by a cached one on images of height 1; None without one.
 
-        A call under autocast, or without a batch, is cached as one on images, so it comes here every time.
+        A call under autocast, or without a batch, is cached by the key of the equal call on images, so it comes here
+        every time.
         """
         super()._uncached_call(key, arguments, given_key, input, weight, bias)
         if input.dim() not in (2, 3):

@@ -234,8 +234,9 @@ def _items_of(problem: Problem) -> Iterator[tuple[int, int]]:
 class GemmFoldPixels(OneFormatForward):
     name = "sm90/gemm_fold_pixels"
     serves = (
-        "one group, taps whose least common multiple with 16 is at most 256 and reach every phase, signals of any "
-        "length or images of at most 256 inputs, a multiple of four inputs, at most 16 cells (of one stride) each"
+        "one group, a number of taps whose least common multiple with 16 is at most 256, some in every phase, images "
+        "of at most 256 inputs, or signals whose outputs read at most 32 inputs beside their own, a multiple of four "
+        "inputs, at most 16 cells (of one stride) each; in 16 bits, rows of the weight that are whole 16 bytes"
     )
     only_in = torch.contiguous_format
 
