@@ -104,16 +104,21 @@ def test_random_layers_on_a_gpu_are_torchs_to_float64(rank, dtype, bar, part):
     check_on_a_gpu(f"{rank} {dtype}{part}", 45 if part else 60, rank, dtype, bar)
 
 
+# torch's own tests inherit from it; their samples do not use it.
+STUB = """
+import copy, sys, types, unittest, torch, gemmconv
+stub = types.ModuleType("expecttest")
+stub.TestCase = unittest.TestCase
+sys.modules.setdefault("expecttest", stub)
+from tests.test_rank import ALGORITHMS, FUNCTIONS, TORCHS
+compared = 0
+"""
+
+
 def test_operator_database_of_torch():
     """torch's samples of its functions; in a process of its own, since their module changes torch's settings."""
     code = """
-import sys, types, unittest, torch
-stub = types.ModuleType("expecttest")  # torch's own tests inherit from it; the samples do not use it
-stub.TestCase = unittest.TestCase
-sys.modules.setdefault("expecttest", stub)
 from torch.testing._internal.common_methods_invocations import op_db
-from tests.test_rank import ALGORITHMS, FUNCTIONS, TORCHS
-compared = 0
 for rank in FUNCTIONS:
     (info,) = [one for one in op_db if one.name == f"nn.functional.conv_transpose{rank}d"]
     for sample in info.sample_inputs("cpu", torch.float64, requires_grad=False):
@@ -124,7 +129,31 @@ for rank in FUNCTIONS:
             compared += 1
 print(compared)
 """
-    assert int(output_of(code)) >= 3 * len(ALGORITHMS)
+    assert int(output_of(STUB + code)) >= 3 * len(ALGORITHMS)
+
+
+def test_module_database_of_torch():
+    """torch's samples of its modules, lazy ones too, converted: outputs and all gradients, with every algorithm."""
+    code = """
+from torch.testing._internal.common_modules import module_db
+for info in module_db:
+    if "ConvTranspose" not in info.module_cls.__name__:
+        continue
+    for sample in info.module_inputs_func(info, "cpu", torch.float64, requires_grad=False, training=False):
+        made, given = sample.constructor_input, sample.forward_input
+        module = info.module_cls(*made.args, **made.kwargs).double()
+        wanted = module(*given.args, **given.kwargs)
+        grads = torch.autograd.grad(wanted.sum(), [*module.parameters()])
+        for algorithm in ALGORITHMS:
+            ours = gemmconv.convert(copy.deepcopy(module), algorithm=algorithm)
+            assert type(ours).__module__ == "gemmconv.module", type(ours)
+            found = ours(*given.args, **given.kwargs)
+            torch.testing.assert_close(found, wanted)
+            torch.testing.assert_close(torch.autograd.grad(found.sum(), [*ours.parameters()]), grads)
+            compared += 1
+print(compared)
+"""
+    assert int(output_of(STUB + code)) == 6 * 2 * len(ALGORITHMS)
 
 
 def tensors_of(rank, dtype=torch.float64):
