@@ -76,8 +76,7 @@ def tiles_of(problem: Problem, itemsize: int, multiprocessors: int) -> Iterator[
     if not pixels_on_m.serves(p, itemsize, multiprocessors):
         return
     all_lines = up_to_multiple(p.out_channels * p.taps, max(16, 4 * p.kernel_size[1]))
-    menu = [*(lines for lines in _LINES if lines < all_lines), all_lines]
-    for lines in menu if all_lines <= MOST_LINES else menu[:-1]:
+    for lines in [lines for lines in _LINES if lines < all_lines] + [all_lines] * (all_lines <= MOST_LINES):
         yield from _tiles_in_sets(p, itemsize, lines, multiprocessors)
 
 

@@ -22,9 +22,6 @@ _WIDES = (1, 2)  # inputs that may be taken together
 # Column phases of which a warpgroup may have all. With seven, storing them runs out of registers.
 _ALL_COLUMNS = (3, 4, 5, 6, 8)
 
-# Properties of a plan that its columns, units and loaders leave as they are.
-_OF_KIND = "in_channels out_channels cells span phases steps set_steps all_steps strip_cells pitch places"
-
 # Slots and blocks of warps that have whole rows of so many outputs a cell.
 _LINED = {4: ((4, 1), (2, 2)), 8: ((8, 1), (4, 2)), 16: ((16, 1), (8, 2))}
 
@@ -106,9 +103,8 @@ def _of_kind(kind: Plan) -> list[Plan]:
 
 def _with(kind: Plan, menu: Iterable[int], loaders: tuple[int, ...]) -> list[Plan]:
     """The plans of a kind that are possible with some numbers of columns and of loaders."""
-    kept = {name: getattr(kind, name) for name in _OF_KIND.split()}
     plans = (
-        changed(kind, columns=columns, units=units, loaders=count, **kept)
+        changed(kind, columns=columns, units=units, loaders=count)
         for columns, units, count in itertools.product(menu, _units(kind), loaders)
     )
     return [plan for plan in plans if plan.possible]
