@@ -120,11 +120,11 @@ class Layer(nn.Module):
         bias: Any = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401
         # A repeated call: a call of the same signature was prepared before.
         if output_size is None and not compiling and plain.are_torch_tensors(input, weight, bias):
-            given = _, given_key = self._arguments()
-            call, key = (None, None) if given_key is None else plain.find_call(input, weight, bias, given_key)
+            arguments_key = self._arguments()[1]
+            call, key = (None, None) if arguments_key is None else plain.find_call(input, weight, bias, arguments_key)
             if call is not None:
                 return call(input, weight, bias)
-            if key is not None and (output := self._uncached_call(key, *given, input, weight, bias)) is not None:
+            if key is not None and (output := self._on_cache_miss(key, input, weight, bias)) is not None:
                 return output
         # Any other call, with all checks.
         output_padding: Any = self.output_padding
@@ -134,11 +134,11 @@ class Layer(nn.Module):
         geometry = self.stride, self.padding, output_padding, self.groups, self.dilation
         return self._function(input, weight, bias, *geometry, **self._settings())
 
-    def _uncached_call(self, key: Any, arguments: Any, given_key: Any, input: Tensor, weight: Tensor, bias: Any) -> Any:
+    def _on_cache_miss(self, key: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
         """Runs if no cached call has the signature ``key``: for the first call of a size, for example.
 
         For layers of signals and images, other threads then compile what the layers made after this one are likely to
-        launch. ``arguments`` and ``given_key`` are what :meth:`_arguments` returned.
+        launch.
 
         Returns:
             The output, if a subclass computes it here; None, if the functional form is to be called.
@@ -189,15 +189,16 @@ class ConvTranspose1d(Layer, nn.ConvTranspose1d):
     _axes = 1
     _function = staticmethod(rank.conv_transpose1d)
 
-    def _uncached_call(self, key: Any, arguments: Any, given_key: Any, input: Tensor, weight: Tensor, bias: Any) -> Any:
+    def _on_cache_miss(self, key: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
         """The output by a new prepared call on signals, or by a cached one on images of height 1; None without one.
 
         A call under autocast, or without a batch, is cached by the key of the equal call on images, so it comes here
         every time.
         """
-        super()._uncached_call(key, arguments, given_key, input, weight, bias)
+        super()._on_cache_miss(key, input, weight, bias)
         if input.dim() not in (2, 3):
             return None
+        arguments, key_of_images = self._arguments()
         call = None
         # Errors are ignored here: forward then calls the functional form, which raises it in 1-D terms.
         with suppress(TypeError, RuntimeError, ValueError, NotImplementedError):
@@ -206,7 +207,8 @@ class ConvTranspose1d(Layer, nn.ConvTranspose1d):
         if call is not None:
             return call(input, weight, bias)
         images, kernels = input.unsqueeze(-2), weight.unsqueeze(-2)
-        call, _ = plain.find_call(images, kernels, bias, given_key)
+        if key_of_images is not None:
+            call, _ = plain.find_call(images, kernels, bias, key_of_images)
         return None if call is None else call(images, kernels, bias).squeeze(-2)
 
 

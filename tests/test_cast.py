@@ -22,7 +22,8 @@ from gemmconv.kernels.layout import cast
 from gemmconv.kernels.program import Operand, Output, Program
 from gemmconv.ops import autocast, gradients
 from gemmconv.ops.configs import Convention
-from gemmconv.ops.programs import also_return_casts, convert_outputs
+from gemmconv.ops.forward import also_return_casts
+from gemmconv.ops.gradients import convert_outputs
 
 LOW = torch.float16, torch.bfloat16
 CPU = torch.device("cpu")

@@ -7,7 +7,7 @@ from gemmconv.device import REFERENCE
 from gemmconv.geometry import Problem
 from gemmconv.kernels.base import strides_of
 from gemmconv.ops.configs import Convention
-from gemmconv.ops.programs import convert_outputs
+from gemmconv.ops.gradients import convert_outputs
 from tests import emulator
 
 pytest.importorskip("cuda.core", reason="loading kernels needs the cuda-core package")

@@ -2,9 +2,9 @@
 
 compiled: lowering by torch.compile. plain: calls past the dispatcher. volumes: those that are one product. recording:
 autograd nodes of plain calls. signatures: the keys of calls. followers: modules to be called next. autograd:
-functions and derivatives. autocast: casts. left_to_torch: torch's operator. implementation: prepared calls. ahead:
-compilation in the background. gradients: prepared gradients. programs: those of passes. configs: choices of algorithms.
-call_cache: calls by signature. schemas: operators' arguments.
+functions and derivatives. autocast: casts. left_to_torch: torch's operator. implementation: prepared calls. forward:
+prepared forward passes. ahead: compilation in the background. gradients: prepared gradients. programs: those of passes.
+configs: choices of algorithms. call_cache: calls by signature. schemas: operators' arguments.
 """
 
 from gemmconv.ops.autograd import col2im, conv_transpose2d, conv_transpose2d_grads, im2col

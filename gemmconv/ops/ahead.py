@@ -12,7 +12,8 @@ from gemmconv.kernels.forms import launches
 from gemmconv.kernels.program import Launch
 from gemmconv.ops.call_cache import find_or_make, tensor_signature
 from gemmconv.ops.configs import Convention, choose_pass, default_convention
-from gemmconv.ops.programs import bias_grad_program, convert_outputs, programs_of
+from gemmconv.ops.gradients import convert_outputs
+from gemmconv.ops.programs import bias_grad_program, programs_of
 from gemmconv.ops.schemas import (
     ARGUMENT_NAMES,
     Arguments,

@@ -21,18 +21,24 @@ Prepared = Callable[..., Any]  # a prepared call: what it takes and returns is s
 
 
 class Convention(NamedTuple):
-    """What a prepared call takes and returns other than its operator; implementation.py says what for."""
+    """What a prepared call takes and returns where that differs from its operator. Each field is for some passes:
 
-    # strides of the weight's gradient; None for those of a contiguous tensor
+        field                 passes     what it asks for, and why
+        weight_grad_strides   gradients  the weight's gradient in these strides, so that optimizers need not copy it
+        with_bias_grad        gradients  the bias's gradient too, after the others
+        parameter_dtype       all        weight and bias, and their gradients, in this dtype: the call casts (autocast)
+        returns_casts         forward    these casts too, after the output: autocast keeps them, and gradients need them
+        trained               forward    a weight that changes before the next call: a CPU keeps no packed copy of it
+        is_signal             forward    tensors of one axis, whose memory is that of images of height 1
+
+    By default a call takes and returns what its operator does, except that strides are those of a contiguous tensor.
+    """
+
     weight_grad_strides: Strides | None = None
-    with_bias_grad: bool = False  # whether the bias's gradient is returned too, after the others
-    # dtype of weight and bias as arguments, and of their gradients; None for the input's dtype
+    with_bias_grad: bool = False
     parameter_dtype: torch.dtype | None = None
-    # whether a forward call returns its casts of weight and bias after the output, for autocast's cache and gradients
     returns_casts: bool = False
-    # whether the weight is expected to change before the next call, so that a CPU need not keep a packed copy
     trained: bool = False
-    # whether a forward call takes tensors of one axis, whose memory is that of images of height 1
     is_signal: bool = False
 
 

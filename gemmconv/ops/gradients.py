@@ -15,10 +15,10 @@ from gemmconv.algorithms.fallback import with_fallback
 from gemmconv.device import make_current
 from gemmconv.kernels.base import Config, Pass, with_strides
 from gemmconv.kernels.layout.transpose import prepare_via_channels_last, to_format
-from gemmconv.kernels.program import Program
+from gemmconv.kernels.program import Output, Program
 from gemmconv.ops.call_cache import find_or_make, tensor_signature
 from gemmconv.ops.configs import DEFAULT_CONVENTION, Convention, Prepared
-from gemmconv.ops.programs import bias_grad_program, both_programs, concatenate, convert_outputs, pass_program
+from gemmconv.ops.programs import bias_grad_program, both_programs, concatenate, pass_program
 from gemmconv.ops.schemas import Tensors
 from gemmconv.selection import NATIVE
 
@@ -100,6 +100,19 @@ def _bind_gradients(program: Program, tensors: Tensors, convention: Convention) 
         program = concatenate(of_bias, program, program.arguments)
     call = convert_outputs(program, convention).bound(grad_output.device, tensors)
     return call if of_bias is not None else _add_bias_gradient(call, grad_output, convention)
+
+
+def convert_outputs(program: Program, convention: Convention) -> Program:
+    """A program of gradients, which writes the weight's and the bias's gradient by the convention."""
+
+    def convert(output: Output) -> Output:
+        if output.name not in ("grad_weight", "grad_bias"):
+            return output
+        if output.name == "grad_weight" and (strides := convention.weight_grad_strides) is not None:
+            output = replace(output, strides=strides, written=torch.contiguous_format if strides[1] == 1 else None)
+        return replace(output, dtype=convention.parameter_dtype)
+
+    return replace(program, outputs=tuple(map(convert, program.outputs)))
 
 
 def _convert_results(direction: Pass, call: Prepared, grad_output: Tensor, convention: Convention) -> Prepared:

@@ -13,16 +13,9 @@ The first call of a signature goes through these stages; here ``[8, 64, 32, 32]`
 For both gradients a pair of algorithms is chosen, ``pairs.Gradients``. On a CPU, and for torch's operator, there is
 no program: the algorithm prepares the call itself. Layers on volumes have operators of their own, in volumes.py.
 
-Calls past torch's dispatcher (plain.py, recording.py) are prepared here too. To save launches, they may take and return
-other tensors than the operator does. They ask for these by the fields of a :class:`Convention`; an operator's own call
-asks for none of them, except perhaps the first:
-
-    weight_grad_strides   the strides of the weight's gradient
-    with_bias_grad        the bias's gradient is returned too, after the others
-    parameter_dtype       weight and bias are taken as float32, and cast in the call
-    returns_casts         these casts are returned too, after the output
-    is_signal             tensors have one axis; their memory is that of images of height 1
-    trained               the weight will change before the next call, so a CPU packs it anew each time
+Calls past torch's dispatcher (plain.py, recording.py) are prepared here too. To save launches they may take and return
+other tensors than the operator does; a :class:`gemmconv.ops.configs.Convention` says which. It is passed on to
+forward.py and gradients.py, the two modules that act by it.
 """
 
 from __future__ import annotations
@@ -34,15 +27,14 @@ import torch
 from torch import Tensor
 
 from gemmconv import pairs, selection
-from gemmconv.algorithms import Algorithm
 from gemmconv.algorithms.fallback import with_fallback
 from gemmconv.algorithms.fold import prepare_col2im, prepare_im2col
 from gemmconv.device import make_current
-from gemmconv.kernels.base import PASSES, Config, Pass
+from gemmconv.kernels.base import PASSES, Pass
 from gemmconv.ops.call_cache import arguments_key, find_or_make, tensor_signature
 from gemmconv.ops.configs import Convention, Prepared, choose_pass, default_convention
+from gemmconv.ops.forward import prepare_forward
 from gemmconv.ops.gradients import prepare_gradient, prepare_gradients
-from gemmconv.ops.programs import also_return_casts, pass_program, with_signal_output
 from gemmconv.ops.schemas import (
     OPERATORS,
     Arguments,
@@ -55,7 +47,6 @@ from gemmconv.ops.schemas import (
     operator_name,
     register,
     split_arguments,
-    with_parameter_dtype,
 )
 
 
@@ -111,33 +102,8 @@ def _choose_and_prepare(
     if isinstance(chosen, pairs.Gradients):
         return prepare_gradients(chosen, config, weight_config, tensors, convention)
     if direction == "forward":
-        return _prepare_forward(chosen, config, tensors, convention)
+        return prepare_forward(chosen, config, tensors, convention)
     return prepare_gradient(direction, chosen, config, tensors, convention)
-
-
-def _prepare_forward(algorithm: Algorithm, config: Config, tensors: Tensors, convention: Convention) -> Prepared:
-    """Prepare a forward pass: its program, or where there is none, the algorithm's own call on tensors.
-
-    A convention never has both ``is_signal`` and ``parameter_dtype``: under autocast signals are not prepared
-    (:func:`plain.prepare_signal`).
-    """
-    if (program := pass_program("forward", algorithm, config)) is not None:
-        program = with_signal_output(program) if convention.is_signal else program
-        operands = with_parameter_dtype(tensors, convention.parameter_dtype)
-        return also_return_casts(program, tensors, convention).bound(config.device, operands)
-    call = algorithm.prepare(config, "forward")
-    if convention.is_signal:
-        return lambda input, weight, bias: call(input.unsqueeze(-2), weight.unsqueeze(-2), bias).squeeze(-2)
-    if convention.parameter_dtype is None:
-        return call
-
-    def with_casts(input: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
-        weight, bias = weight.to(config.dtype), None if bias is None else bias.to(config.dtype)
-        output = call(input, weight, bias)
-        casts = (weight,) if bias is None else (weight, bias)
-        return (output, *casts) if convention.returns_casts else output
-
-    return with_casts
 
 
 def _conv_transpose2d_casting(input: Tensor, weight: Tensor, bias: Tensor | None = None, *arguments: Any) -> Tensor:

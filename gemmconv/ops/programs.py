@@ -15,11 +15,10 @@ from gemmconv.algorithms import Algorithm
 from gemmconv.device import DeviceSpec
 from gemmconv.geometry import Problem
 from gemmconv.kernels.base import Config, Pass, strides_of, why_no_kernels
-from gemmconv.kernels.forms import name_of_cast
-from gemmconv.kernels.program import Output, Program, one_after_the_other
+from gemmconv.kernels.program import Program, one_after_the_other
 from gemmconv.kernels.splits import bias_grad
-from gemmconv.ops.configs import Chosen, Convention, config_of
-from gemmconv.ops.schemas import Options, Tensors, WithoutData
+from gemmconv.ops.configs import Chosen, config_of
+from gemmconv.ops.schemas import Options, WithoutData
 
 
 def pass_program(direction: Pass, algorithm: Algorithm, config: Config) -> Program | None:
@@ -91,34 +90,3 @@ def concatenate(earlier: Program, later: Program, arguments: Sequence[str]) -> P
     The workspace of ``earlier`` shares memory with the outputs of ``later``: see gemmconv/kernels/bind.py.
     """
     return replace(one_after_the_other(arguments, earlier, later), outputs=(*later.outputs, *earlier.outputs))
-
-
-def also_return_casts(program: Program, tensors: Tensors, convention: Convention) -> Program:
-    """A forward pass's program, which returns its casts of weight and bias too if the convention asks for them."""
-    by_name, outputs = dict(zip(program.arguments, tensors, strict=False)), list(program.outputs)
-    for operand in program.operands if convention.returns_casts else ():  # the weight comes first
-        tensor = by_name[operand.given_as]
-        if operand.given_as != "input" and tensor is not None:
-            outputs.append(Output(name_of_cast(operand.name), tuple(tensor.shape), tensor.stride()))
-    return replace(program, outputs=tuple(outputs))
-
-
-def with_signal_output(program: Program) -> Program:
-    """A forward pass of images of height 1, whose output has no axis for the height."""
-    (output,) = program.outputs
-    (batch, channels, _, length), (of_batch, of_channel, _, of_length) = output.shape, output.strides
-    signal = replace(output, shape=(batch, channels, length), strides=(of_batch, of_channel, of_length))
-    return replace(program, outputs=(signal,))
-
-
-def convert_outputs(program: Program, convention: Convention) -> Program:
-    """A program of gradients, which writes the weight's and the bias's gradient by the convention."""
-
-    def convert(output: Output) -> Output:
-        if output.name not in ("grad_weight", "grad_bias"):
-            return output
-        if output.name == "grad_weight" and (strides := convention.weight_grad_strides) is not None:
-            output = replace(output, strides=strides, written=torch.contiguous_format if strides[1] == 1 else None)
-        return replace(output, dtype=convention.parameter_dtype)
-
-    return replace(program, outputs=tuple(map(convert, program.outputs)))
