@@ -17,27 +17,39 @@
  *   64 images of 8 x 8, 64 to 32 channels, kernel 4, stride 2, padding 1, in TF32 (the example of the host file):
  *   item        two images: 128 positions (POSITION_BLOCKS = 1), 16 for each of eight warps
  *   line block  LINES = 144: the 16 taps of 9 output channels. A lane has 72 sums, of two positions and 36 lines
- *   multiply    two chunks of 32 channels, each in four products of 8. CHUNK_CLASS is 2, since their number is even
+ *   multiply    two chunks of 32 channels, each in four products of 8
  *   fold        FOLD_OUTS = 3: 48 lines x FOLD_PITCH = 132 floats, 25 KB. Three folds (kFolds), in two buffers by turns
  *   gather      128 cells, each 2 x 2 outputs of 3 channels, by 128 of 256 threads (FOLD_GROUPS = FOLD_TURNS = 1)
  *
- * Macros: those of the two headers (FOLD_PITCH in the second); FOLD_OUTS; WHOLE_OUTS (1 if it divides out_channels);
- * FOLD_GROUPS (of threads, each with channels of its own); FOLD_TURNS (cells of a thread, or parts, at most).
+ * Macros, beside those of the two headers: FOLD_OUTS; WHOLE_OUTS (1 if it divides out_channels); FOLD_GROUPS (of threads, each
+ * with channels of its own); FOLD_TURNS (cells of a thread, or parts of cells, at most).
  */
-// multiply: the main loop; each_item: a loop over the thread block's items; each: a loop whose indices are constants;
-// ring_t: a place in a ring; divided: by a reciprocal; run: starts all warps; kBlockOuts: a line block's channels
+/* What is used of pipeline/pixels_on_m.cuh:
+ *   run          starts all warps: producers, and consume() in each consumer warp
+ *   each_item    a loop over the items of this thread block
+ *   multiply     the main loop: the sums of a line block, over all chunks
+ *   ring_t       a place in a ring of slots or of stages
+ *   biases_t     biases of a line block; biases_of: where they lie in shared memory
+ *   kTaps, kPositions, kBlockOuts   taps of the kernel; positions of an item; output channels of a line block
+ * of epilogue/fold_smem.cuh:
+ *   gather       adds up columns and stores outputs; its first output channel must exist, all else it checks
+ *   image_t, cell_place_t   the extents of an image in pixels and cells; where a cell (the outputs of one stride) lies
+ *   kParts       parts of a row of a cell, one for a thread
+ * of numeric/: `divided` divides by a reciprocal; `each` is a loop whose index is known to the compiler.
+ */
 #include "pipeline/pixels_on_m.cuh"
-// gather: checks all bounds but one: its first output channel must exist; cell_place_t: where a cell (the outputs of one
-// stride) lies; kParts: parts of a row of a cell, one for a thread
 #include "epilogue/fold_smem.cuh"
 #include "ptx/named_barrier.cuh"
 
+// Lines of a fold; folds of a line block; floats of a fold's columns. In the example 48, 3 and 48 * 132.
 constexpr int kFoldLines = FOLD_OUTS * kTaps, kFolds = LINES / kFoldLines, kFoldFloats = kFoldLines * FOLD_PITCH;
-constexpr int kPeeled = POSITION_BLOCKS == 1 ? CHUNK_CLASS % 2 : 0;  // see the table at multiply
+// Chunks that multiply takes before its loop: 1 if their number is odd (CHUNK_CLASS 1: one chunk, 3: three or more).
+constexpr int kPeeled = POSITION_BLOCKS == 1 ? CHUNK_CLASS % 2 : 0;
 static_assert(kFoldLines % 8 == 0 && LINES % kFoldLines == 0, "a fold has whole groups of 8 lines, as wgmma has them");
 static_assert(FOLD_PITCH % 8 == 4 && kPositions <= FOLD_PITCH, "a warp writes columns to different banks");
 static_assert(2 * kFoldFloats * 4 <= COLUMN_BYTES, "columns of two folds fit");
 
+// A group of threads gathers all cells of an equal share of a fold's channels; in the example 256 threads and 3 channels.
 constexpr int kGroupThreads = kConsumers / FOLD_GROUPS, kGroupOuts = FOLD_OUTS / FOLD_GROUPS;
 static_assert(kConsumers % FOLD_GROUPS == 0 && FOLD_OUTS % FOLD_GROUPS == 0, "groups are of one size");
 static_assert(FOLD_GROUPS == 1 || kPositions * kParts <= kGroupThreads, "a thread for each part of a position's cell");
@@ -84,7 +96,8 @@ __device__ __forceinline__ cell_place_t cell_of(const pixels_on_m_params& p, con
     }
 }
 
-/* What consumer warp `warp` does; numbers are those of the example. Two buffers hold its three folds by turns:
+/* Turns the sums of a line block, whose first output channel is `first`, into outputs, fold by fold. cell_of(turn, i) is
+ * the i-th of so many cells. Two buffers hold the folds by turns; in the example:
  *
  *   fold 0   write buffer 0   barrier   gather from buffer 0
  *   fold 1   write buffer 1   barrier   gather from buffer 1   After it no warp gathers fold 0: buffer 0 is free.
@@ -93,18 +106,40 @@ __device__ __forceinline__ cell_place_t cell_of(const pixels_on_m_params& p, con
  *
  * An even number of folds ends with buffer 1, and needs no barrier there: that of the last fold has freed buffer 0.
  */
+template <typename CELL_OF>
+__device__ __forceinline__ void fold_line_block(
+    const pixels_on_m_params& p, const float (&sums)[POSITION_BLOCKS][LINES / 2], int first, int warp, const image_t& image,
+    int cells, const CELL_OF& cell_of) {
+    float* buffers = reinterpret_cast<float*>(shared + p.first_columns);  // [2][kFoldLines][FOLD_PITCH]
+    const int thread = threadIdx.x - kProducers, group = thread / kGroupThreads, member = thread % kGroupThreads;
+    const float* biases = biases_of(p, warp) + group * kGroupOuts;
+    #pragma unroll 1
+    for (int fold = 0; fold < kFolds; ++fold) {
+        float* columns = buffers + fold % 2 * kFoldFloats;
+        // Only constant indices keep sums in registers: all kFolds calls are compiled, and one runs.
+        each<kFolds>([&](auto known) {
+            if (known == fold) write_columns<known>(columns, sums, warp);
+        });
+        named_barrier_sync<1, kConsumers>();
+        const int out = first + fold * FOLD_OUTS + group * kGroupOuts;
+        if (out < p.out_channels)
+            gather<FOLD_TURNS, kGroupThreads, kGroupOuts, WHOLE_OUTS>(
+                image, p.output, p.out_channels, columns + group * (kGroupOuts * kTaps * FOLD_PITCH),
+                biases + fold * FOLD_OUTS, out, member, cells, cell_of);
+    }
+    if constexpr (kFolds % 2 == 1) named_barrier_sync<1, kConsumers>();
+}
+
+/* What consumer warp `warp` does: for each item and each of its line blocks, multiply and fold. */
 __device__ __forceinline__ void consume(const pixels_on_m_params& p, int warp) {
     constexpr bool kPaired = true;  // rows g and g + 8 are neighbouring positions: see write_columns
     const auto nothing_meanwhile = [](auto) {};  // multiply calls it; gemm_depth_to_space stores outputs there
-    float* buffers = reinterpret_cast<float*>(shared + p.first_columns);  // [2][kFoldLines][FOLD_PITCH]
     const image_t image{WINDOWED ? 1 : p.in_h, p.in_w};
-    const int cells = WINDOWED ? p.step : p.images * (image.cells_h() * image.cells_w());  // 128
-    const int thread = threadIdx.x - kProducers, group = thread / kGroupThreads;
-    const float* biases = biases_of(p, warp) + group * kGroupOuts;
+    const int cells = WINDOWED ? p.step : p.images * (image.cells_h() * image.cells_w());  // 128 in the example
     ring_t stages, slots;
     each_item<item_t>(p, [&](const item_t& item) {
-        const int member = thread % kGroupThreads;  // number in the group, which has 256 threads in the example
         // A thread gathers the same cells in each fold: consumer thread 70 of the example cell 6 of the second image.
+        const int member = (threadIdx.x - kProducers) % kGroupThreads;
         cell_place_t kept[kKept];
         #pragma unroll
         for (int i = 0; i < kKept; ++i) kept[i] = cell_of(p, item, (i * kGroupThreads + member) / kParts);
@@ -115,29 +150,15 @@ __device__ __forceinline__ void consume(const pixels_on_m_params& p, int warp) {
             // `first` is 0, 9, 18 or 27. Of output channels 27 to 35, fold 1 has two that exist, and fold 2 none.
             const int first = (item.line_block + block) * kBlockOuts;
             const biases_t block_biases(p, first);  // loaded while products run
-            // Multiply. If inputs are held, every line block reads the same slots, from `slots` on; the last one frees
-            // them, and `slots` moves on to those of the next item. Otherwise each line block has slots of its own.
+            // If inputs are held, every line block reads the same slots, from `slots` on; the last one frees them, and
+            // `slots` moves on to those of the next item. Otherwise each line block has slots of its own.
             float sums[POSITION_BLOCKS][LINES / 2];  // 72
-            ring_t here = slots;
+            ring_t block_slots = slots;
             const bool frees = !p.held || block + 1 == item.line_blocks;
-            multiply<kPaired, kPeeled>(p, sums, stages, here, warp, frees, nothing_meanwhile);
-            if (frees) slots = here;
+            multiply<kPaired, kPeeled>(p, sums, stages, block_slots, warp, frees, nothing_meanwhile);
+            if (frees) slots = block_slots;
             block_biases.share(p, warp);
-            #pragma unroll 1
-            for (int fold = 0; fold < kFolds; ++fold) {
-                float* columns = buffers + fold % 2 * kFoldFloats;
-                // Write. Only constant indices keep sums in registers: all kFolds calls are compiled, and one runs.
-                each<kFolds>([&](auto known) {
-                    if (known == fold) write_columns<known>(columns, sums, warp);
-                });
-                named_barrier_sync<1, kConsumers>();
-                const int out = first + fold * FOLD_OUTS + group * kGroupOuts;
-                if (out < p.out_channels)
-                    gather<FOLD_TURNS, kGroupThreads, kGroupOuts, WHOLE_OUTS>(
-                        image, p.output, p.out_channels, columns + group * (kGroupOuts * kTaps * FOLD_PITCH),
-                        biases + fold * FOLD_OUTS, out, member, cells, place);
-            }
-            if constexpr (kFolds % 2 == 1) named_barrier_sync<1, kConsumers>();
+            fold_line_block(p, sums, first, warp, image, cells, place);
         }
     });
 }

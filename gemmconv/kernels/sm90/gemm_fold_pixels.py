@@ -16,6 +16,7 @@ numbers of an example: 64 images of 8 x 8, 64 to 32 channels, kernel 4, stride 2
     chunk           128 bytes of a pixel's channels, which come together                  32 channels; 2 chunks
     slot            a buffer with a chunk of an item's inputs                             5 slots
     stage           a buffer with a chunk of a line block's weights                       5 stages
+    held            whether inputs stay in their slots for all line blocks of an item     no: it has one line block
     piece           neighbouring inputs of a channel that a thread copies together        4 inputs
   How sums become outputs
     fold            the columns of some channels, which lie in shared memory at once      3 channels; 3 folds
@@ -64,10 +65,10 @@ _MOST_HALO = 32  # inputs of a window that its neighbours have too
 
 @dataclass(frozen=True)
 class Tile(PositionRows):
-    """The work of a thread block of csrc/sm90/gemm_fold_pixels.cu. The words are those of the module."""
+    """The work of a thread block of csrc/sm90/gemm_fold_pixels.cu. Words and example are those of the module."""
 
-    images: int  # images of an item; 1 where items are windows
-    window: int  # positions of each image that an item has: all of them, or a part of its only row
+    images: int  # images of an item; 1 where items are windows. In the example 2
+    window: int  # positions of each image that an item has: all of them, or a part of its only row. In the example 64
     # :attr:`position_blocks` and :attr:`fold_turns` of the compiled kernel that this tile reuses at another size;
     # (1, 1) if a kernel is compiled for the tile
     compiled: Pair = (1, 1)
@@ -79,6 +80,7 @@ class Tile(PositionRows):
 
     @cached_property
     def item_positions(self) -> int:
+        """Positions of an item: 128 in the example."""
         return self.images * self.window
 
     @cached_property
@@ -105,37 +107,44 @@ class Tile(PositionRows):
 
     @property
     def cells(self) -> int:
-        """Cells of an item."""
+        """Cells of an item: 128 in the example, as each image has 8 x 8."""
         windows = self.windows
         return self.images * math.prod(self.cells_of_image) if windows.per_image == 1 else windows.step
 
     @property
     def fold_pitch(self) -> int:
-        """Floats from a line of columns to the next: an odd multiple of 4, which spreads lines over banks."""
+        """Floats from a line of columns to the next, 132 in the example: odd multiples of 4 spread lines over banks."""
         return self.position_blocks * BLOCK_POSITIONS + 4
 
     @property
     def fold_groups(self) -> int:
-        """Groups of threads, a power of two, each of which gathers all cells of its share of a fold's channels."""
+        """Groups of threads, a power of two, each of which gathers all cells of its share of a fold's channels.
+
+        The example could have two groups, one for each half of a fold's channels, but these are three: one group.
+        """
         return math.gcd(self.fold_outs, power_of_two_within(CONSUMERS, CONSUMERS // self._group_threads))
 
     @property
     def fold_turns(self) -> int:
-        """How many cells, or parts of cells, a thread gathers of a fold, at most."""
+        """How many cells, or parts of cells, a thread gathers of a fold, at most: 1 of the 128 in the example."""
         return max(self.compiled[1], -(-self.cells * self.parts * self.fold_groups // CONSUMERS))
 
     @property
     def _group_threads(self) -> int:
-        """Threads that gather one cell for each position in one turn."""
+        """Threads that gather one cell for each position in one turn: 128 in the example."""
         return self.position_blocks * BLOCK_POSITIONS * self.parts
 
     def _fold_bytes(self, outs: int) -> int:
-        """Bytes of shared memory of a fold of so many output channels."""
+        """Bytes of shared memory of a fold of so many output channels: 25,344 for the example's 3."""
         return outs * self.problem.taps * self.fold_pitch * 4
 
     @cached_property
     def fold_outs(self) -> int:
-        """Output channels of a fold: their lines are a multiple of 8, and enough for all threads if these fit."""
+        """Output channels of a fold: their lines are a multiple of 8, and enough for all threads if these fit.
+
+        In the example a fold may have 1, 3 or 9 of the 9 channels of a line block. At least 2 are wanted, for 32 lines.
+        Two folds of 9 would take 152,064 bytes, two of 3 take 50,688, of 72 KB that they may: so 3.
+        """
         block_outs, unit = self.lines // self.problem.taps, math.lcm(8, self.problem.taps) // self.problem.taps
         wanted = max(_FOLD_LINES // self.problem.taps, CONSUMERS // self._group_threads, unit)
         possible = [outs for outs in range(unit, block_outs + 1, unit) if block_outs % outs == 0]
