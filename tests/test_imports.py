@@ -20,7 +20,8 @@ LAYERS = [
 # The modules of ops, from the top down. One may import those below it.
 OPS = [
     *("compiled", "plain", "volumes", "recording", "signatures", "__init__", "followers", "autograd", "autocast"),
-    *("left_to_torch", "implementation", "forward", "ahead", "gradients", "programs", "configs", "call_cache", "schemas"),
+    *("left_to_torch", "implementation", "forward", "ahead", "gradients", "programs", "configs", "call_cache"),
+    "schemas",
 ]
 
 # What every part may import, because these import no part that does anything.
