@@ -8,6 +8,7 @@ import pickle
 import re
 import shutil
 import stat
+import subprocess
 import tempfile
 import warnings
 from collections import Counter, defaultdict
@@ -21,6 +22,8 @@ import torch
 import gemmconv
 from benchmarks.workloads import SUITES
 from gemmconv.geometry import Problem
+from tests.emulator import needs_compiler
+from tests.emulator.build import compiler as compiler_of_tests
 from tests.gates.modes import branches
 from tests.processes import compile_into
 from tests.samples import config_of
@@ -248,6 +251,23 @@ def test_compile_variants_take_every_branch_of_the_preprocessor():
     taken = {branch for name, macros in VARIANTS.values() for branch in branches(name, macros)}
     every = {branch for name, _ in VARIANTS.values() for branch in branches(name, None)}
     assert {branch for branch in every - taken if "__CUDA_ARCH__" not in branch} == set()
+
+
+@needs_compiler
+@pytest.mark.parametrize("source", sorted({one.source for one in LAUNCHES.values()}))
+def test_params_have_the_names_and_the_order_of_the_struct_in_the_source(source):
+    for launch in islice((one for one in LAUNCHES.values() if one.source == source), 6):
+        macros = [f"-D{name}={value}" for name, value in launch.macros.items()]
+        folder = sources.directory()
+        command = [compiler_of_tests(), "-E", "-P", "-w", "-xc++", "-D__restrict__=", *macros]
+        command += [f"-I{folder}/include", folder / source]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        fields = re.search(r"struct \w+_params \{(.*?)\};", text, re.DOTALL)[1].split(";")[:-1]
+        declared = []
+        for field in fields:
+            names = [re.search(r"\w+$", re.sub(r"\[.*", "", one).rstrip())[0] for one in field.split(",")]
+            declared += [f"{name}_{axis}" for name in names for axis in "dhw"] if "extent_t" in field else names
+        assert [re.sub(r"\[.*", "", one) for names in launch.params for one in names.split(", ")] == declared
 
 
 @pytest.mark.parametrize("variant", [label for label, one in LAUNCHES.items() if one.source.startswith("direct/")])

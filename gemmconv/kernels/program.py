@@ -84,8 +84,8 @@ class Launch:
     grid: Extent3  # blocks
     block: Extent3  # threads of a block
     # The fields of the kernel's params struct, in order: ``"n"`` has a value, ``"a, b"`` and ``"x[3]"`` have tuples of
-    # two and three. C types follow from values: an int has 32 bits, a :class:`Long` 64. Names are for the reader, and
-    # are not checked. Tests check the size of the struct alone: two exchanged fields of one type give wrong results.
+    # two and three. C types follow from values: an int has 32 bits, a :class:`Long` 64. A call does not check names: two
+    # exchanged fields would give wrong results. Tests compare names and order with the struct in the source.
     params: Params
     shared_bytes: int = 0  # bytes of dynamic shared memory
     # whether it may begin before the previous launch ends (PDL): see gemmconv/runtime/launch.py.
