@@ -97,15 +97,16 @@ def conv_transpose2d(
         and not torch.compiler.is_compiling()
         and torch._C._get_tracing_state() is None  # under torch.jit.trace sizes are tensors
     )
-    # The first case that can computes the call. Cases 1 to 3 need algorithm "auto" or "native".
-    #   1. On a CPU, a call that is traced or compiled, or whose input is of a subclass: torch's operator. torch.export
-    #      is an exception, and so is "auto" with few output channels for its input channels.
-    #   2. Complex tensors: torch's operator, which computes with their real and imaginary parts.
-    #   3. An eager call for which torch's operator is chosen: that operator, called directly to save host time.
-    #   4. A call that has a key, and no negated view: a prepared call, which launches kernels past the dispatcher.
-    #   5. An export to ONNX; also, with "auto" or "native" and torch's own precision, transforms such as vmap, and
-    #      wrapper subclasses: torch's operator, since these have rules for it, and none for ours.
-    #   6. Any other call: our operator, by torch's dispatcher.
+    # The cases are tried in this order; the first whose condition holds computes the call. 1 to 3 need algorithm "auto"
+    # or "native".
+    #      condition                                                 what computes the call
+    #   1. on a CPU: traced, compiled, or an input of a subclass     torch's operator (see the function for exceptions)
+    #   2. complex tensors                                           torch's operator, by real and imaginary parts
+    #   3. eager, and torch's operator is chosen                     torch's operator, called directly: least host time
+    #   4. it has a key, and no tensor is a negated view             a prepared call, which bypasses the dispatcher
+    #   5. an export to ONNX; or "auto" or "native" with torch's     torch's operator: exports, transforms such as vmap,
+    #      own precision, under a transform or with a subclass       and wrapper subclasses have no rules for ours
+    #   6. any other call                                            our operator, by torch's dispatcher
     if input.is_cpu and not is_eager and _is_left_to_torch_on_the_cpu(weight, groups, algorithm):  # 1
         return ops.checked_torch_conv_transpose2d(input, weight, bias, *geometry)
     if input.is_complex() and algorithm in ("auto", "native"):  # 2
@@ -175,7 +176,7 @@ def im2col(
     if input.dim() == rank + 1:
         return im2col(input.unsqueeze(0), *window).squeeze(0)
     if rank == 1:
-        im2col_problem(input, Window(*window))  # raises what is wrong in the words of one axis
+        im2col_problem(input, Window(*window))  # raises what is wrong, with names and sizes of one axis
         return im2col(input.unsqueeze(-2), *_with_height(window))
     if transforms_need_torch() or is_exporting_to_onnx():
         return fold.unfold(input, *window)
@@ -220,7 +221,7 @@ def col2im(
     if columns.dim() == 2:
         return col2im(columns.unsqueeze(0), size, *window).squeeze(0)
     if rank == 1:
-        col2im_problem(columns, size, Window(*window))  # raises what is wrong in the words of one axis
+        col2im_problem(columns, size, Window(*window))  # raises what is wrong, with names and sizes of one axis
         return col2im(columns, (1, *size), *_with_height(window)).squeeze(-2)
     if transforms_need_torch() or is_exporting_to_onnx():
         return fold.fold(columns, size, *window)

@@ -27,7 +27,8 @@ class Layer(nn.Module):
     algorithm: str = "auto"
     precision: Precision | None = None
     workspace_limit: int | None = None
-    _last_arguments: tuple[Any, tuple[Any, bytes | None]] | None = None  # attributes, and what _arguments returned
+    # attributes, and what _arguments_and_key made of them
+    _last_arguments: tuple[Any, tuple[Any, bytes | None]] | None = None
     _position: int = -1  # in the order in which layers are made
     _axes: int  # 1 for signals, 2 for images, 3 for volumes
     _function: Callable[..., Tensor]  # the functional form: it computes any call, with all checks
@@ -81,7 +82,7 @@ class Layer(nn.Module):
         """The settings that are not None, such as ``algorithm=auto``."""
         return ", ".join(f"{name}={value}" for name, value in self._settings().items() if value is not None)
 
-    def _arguments(self) -> tuple[tuple[Any, ...], bytes | None]:
+    def _arguments_and_key(self) -> tuple[tuple[Any, ...], bytes | None]:
         """The arguments of a call after its tensors, and a key of bytes made from them (None if no key can be made).
 
         A 1-D layer's are those of the equal call on images of height 1. They are kept until an attribute changes.
@@ -120,7 +121,7 @@ class Layer(nn.Module):
         bias: Any = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401
         # A repeated call: a call of the same signature was prepared before.
         if output_size is None and not compiling and plain.are_torch_tensors(input, weight, bias):
-            arguments_key = self._arguments()[1]
+            arguments_key = self._arguments_and_key()[1]
             call, key = (None, None) if arguments_key is None else plain.find_call(input, weight, bias, arguments_key)
             if call is not None:
                 return call(input, weight, bias)
@@ -190,15 +191,15 @@ class ConvTranspose1d(Layer, nn.ConvTranspose1d):
     _function = staticmethod(rank.conv_transpose1d)
 
     def _on_cache_miss(self, key: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-        """The output by a new prepared call on signals, or by a cached one on images of height 1; None without one.
+        """First try to prepare a call on signals; else look for a cached call on images of height 1; else return None.
 
-        A call under autocast, or without a batch, is cached by the key of the equal call on images, so it comes here
-        every time.
+        Calls under autocast, and calls without a batch, are never prepared for signals. They are cached as calls on
+        images, under a key of those, so they come here every time.
         """
         super()._on_cache_miss(key, input, weight, bias)
         if input.dim() not in (2, 3):
             return None
-        arguments, key_of_images = self._arguments()
+        arguments, key_of_images = self._arguments_and_key()
         call = None
         # Errors are ignored here: forward then calls the functional form, which raises it in 1-D terms.
         with suppress(TypeError, RuntimeError, ValueError, NotImplementedError):

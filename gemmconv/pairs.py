@@ -19,7 +19,7 @@ Estimated device times in microseconds, by algorithm; :class:`gemmconv.selection
     both in one call      -         -          141.2         -
 
 _fastest_pair compares all 16 pairs of the first two rows, and the third row. (On Hopper one call of torch's operator
-gains nothing over two, so it is not listed. On other GPUs it is.) The best is fused for both:
+gains nothing over two, so it is not listed. On other GPUs _pair_on_other_gpus counts it.) The best is fused for both:
 65.6 us. The alternative is to transpose all tensors to channels_last first: then the kernels would take 53.4 us, and
 three transposes 18.3 us more, 71.7 us in all. So the tensors stay in NCHW.
 """
@@ -84,7 +84,7 @@ class Gradients(NamedTuple):
 
     @property
     def transposes_weight(self) -> bool:
-        """Whether our kernel transposes the weight too: cuDNN needs it in channels_last, and torch copies slowly."""
+        """Whether our kernel transposes the weight too: cuDNN needs it in channels_last, and torch's copy is slower."""
         return self.via_channels_last and self.input_grad is NATIVE
 
 
@@ -217,7 +217,7 @@ def log_choice(chosen: Algorithm | Gradients, config: Config, weight_config: Con
         return
     passes = chosen.passes(config, weight_config) if isinstance(chosen, Gradients) else [(direction, chosen, config)]
     names = dict.fromkeys(algorithm.name for _, algorithm, _ in passes)
-    made = [algorithm.choice(computed, one) for one, algorithm, computed in passes]
+    made = [algorithm.choice(its_config, which) for which, algorithm, its_config in passes]
     config = passes[0][2]
     layer, size = " ".join(tuned.key_of(config, direction)), "x".join(map(str, tuned.size_of(config)))
     kernels, seconds = " and ".join(map(str, made)), sum(one.seconds for one in made if one)

@@ -9,8 +9,8 @@
     CPU, no C   preference, at its end    torch's operator; forward, gemm_col2im for few outputs
 
 An algorithm that is named computes all passes that it can; a gradient that it cannot compute goes to gemm_col2im. Named
-or not, an algorithm computes a gradient only if it passes two checks: ``why_not(config)``, for the forward pass, and
-``why_not(config, direction)``, for the gradient.
+or not, an algorithm computes a gradient only if it passes two checks: ``why_not(config, direction)``, for the gradient,
+and ``why_not(config)``, for the forward pass, so that it serves the same layers whichever pass is asked for.
 """
 
 from __future__ import annotations
@@ -151,7 +151,8 @@ def preference(config: Config, direction: Direction = "forward") -> Sequence[tup
 def _first_on_other_gpus(config: Config, direction: Direction) -> tuple[Algorithm, str]:
     """The first algorithm on a GPU that is not Hopper: torch's operator, unless another is clearly faster.
 
-    Only a Hopper GPU was measured, so both are estimated as if on that one: see :func:`on_measured_gpu`.
+    Only a Hopper GPU was measured, so both are estimated as if on that one: see :func:`on_measured_gpu`. This assumes
+    that ours takes the same share of torch's time here; :func:`clearly_below` is the margin for the error of that.
     """
     on_hopper = estimates(on_measured_gpu(config), direction)
     seconds, first = on_hopper[0]

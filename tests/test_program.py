@@ -187,10 +187,10 @@ def test_programs_one_after_the_other_share_operands_of_one_form_alone():
     other = Operand("input", torch.channels_last, argument="g")
     second = Program(torch.float32, (other,), (Output("z", (1,), (1,)),), (Zero("input", 4), Zero("s", 8)), {"s": 8})
     both = one_after_the_other(("g",), first, second)
-    assert [operand.name for operand in both.operands] == ["input", "input again"]
+    assert [operand.name for operand in both.operands] == ["input", "input_2"]
     assert both.arguments == ("g",)
-    assert both.steps == (Zero("input", 4), Zero("input again", 4), Zero("s again", 8))
-    assert both.scratch == {"s": 4, "s again": 8}
+    assert both.steps == (Zero("input", 4), Zero("input_2", 4), Zero("s_2", 8))
+    assert both.scratch == {"s": 4, "s_2": 8}
     alike = one_after_the_other(
         ("g",), first, replace(first, operands=(Operand("g", None, 16),), steps=(Zero("g", 4),))
     )

@@ -55,8 +55,9 @@ using accumulate_t = accumulator_t<OUTPUT_T>;
 constexpr bool kVectorCell = CELL_W == 2 || CELL_W == 4;
 struct alignas(kVectorCell ? CELL_W * sizeof(OUTPUT_T) : sizeof(OUTPUT_T)) cell_t { OUTPUT_T value[CELL_W]; };
 
-/* First tap that reaches position o + P of an axis; the kernel size or more where none does, which callers must check.
- * The next ones are kStep = S / gcd(S, D) apart, the least step for which S divides step * D.
+/* First tap that reaches position o + P of an axis: the least k for which S divides o + P - k*D. It is the kernel
+ * size or more where no tap does, which callers must check. The next ones are kStep = S / gcd(S, D) apart, the least step
+ * for which S divides step * D.
  */
 template <int KERNEL, int STRIDE, int DILATION>
 __device__ __forceinline__ int first_tap(int position) {
@@ -76,7 +77,7 @@ constexpr int kTapsD = ceil_div(KERNEL_D, kStepD);  // most taps that any residu
 constexpr int kTapsH = ceil_div(KERNEL_H, kStepH);
 constexpr int kTapsW = ceil_div(KERNEL_W, kStepW);
 
-// Taps that are unrolled: so many that about 32 loads of a thread are in flight, which is enough for the memory system.
+// Taps that are unrolled: at most about 32 loads of a thread are in flight. The host adds rows to a cell up to 16 loads.
 constexpr int kUnrollW = kTapsW <= 32 ? kTapsW : 16;
 constexpr int kUnrollRows = CELL_W * kTapsW < 32 ? 32 / (CELL_W * kTapsW) : 1;  // taps of depth and height together
 
@@ -88,7 +89,7 @@ extern "C" __global__ void __launch_bounds__(256) columns_col2im_kernel(const __
     if (plane >= p.planes || row_cell * CELL_ROWS >= p.out_rows) return;
 
     const index_t tap_stride = static_cast<index_t>(p.in_rows) * p.w_in;  // elements from a tap's values to the next's
-    const int origin = CELL_W == STRIDE_W ? j : 0;  // where shifts count from; with 0 a shift is an input's column
+    const int origin = CELL_W == STRIDE_W ? j : 0;  // x of the input at shift 0; if 0, a shift is itself an x
     const COLUMN_T* columns =
         p.columns + static_cast<long long>(plane) * (KERNEL_D * KERNEL_H * KERNEL_W) * tap_stride + origin;
     const int plane_rows = kIsVolume ? p.d_out * p.h_out : p.h_out;

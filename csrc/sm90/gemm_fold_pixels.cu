@@ -43,7 +43,8 @@
 
 // Lines of a fold; folds of a line block; floats of a fold's columns. In the example 48, 3 and 48 * 132.
 constexpr int kFoldLines = FOLD_OUTS * kTaps, kFolds = LINES / kFoldLines, kFoldFloats = kFoldLines * FOLD_PITCH;
-// Chunks that multiply takes before its loop: 1 if their number is odd (CHUNK_CLASS 1: one chunk, 3: three or more).
+// Chunks that multiply takes before its loop, which takes two at a time so that registers have constant indices: 1 if their
+// number is odd (CHUNK_CLASS is 1 for one chunk, 3 for three, five, ...).
 constexpr int kPeeled = POSITION_BLOCKS == 1 ? CHUNK_CLASS % 2 : 0;
 static_assert(kFoldLines % 8 == 0 && LINES % kFoldLines == 0, "a fold has whole groups of 8 lines, as wgmma has them");
 static_assert(FOLD_PITCH % 8 == 4 && kPositions <= FOLD_PITCH, "a warp writes columns to different banks");
@@ -96,8 +97,8 @@ __device__ __forceinline__ cell_place_t cell_of(const pixels_on_m_params& p, con
     }
 }
 
-/* Turns the sums of a line block, whose first output channel is `first`, into outputs, fold by fold. cell_of(turn, i) is
- * the i-th of so many cells. Two buffers hold the folds by turns; in the example:
+/* Turns the sums of a line block, whose first output channel is `first`, into outputs, fold by fold. kept_cell(turn, i)
+ * is cell i of the item, which the thread gathers in this turn. Two buffers hold the folds by turns; in the example:
  *
  *   fold 0   write buffer 0   barrier   gather from buffer 0
  *   fold 1   write buffer 1   barrier   gather from buffer 1   After it no warp gathers fold 0: buffer 0 is free.
@@ -106,10 +107,10 @@ __device__ __forceinline__ cell_place_t cell_of(const pixels_on_m_params& p, con
  *
  * An even number of folds ends with buffer 1, and needs no barrier there: that of the last fold has freed buffer 0.
  */
-template <typename CELL_OF>
+template <typename KEPT_CELL>
 __device__ __forceinline__ void fold_line_block(
     const pixels_on_m_params& p, const float (&sums)[POSITION_BLOCKS][LINES / 2], int first, int warp, const image_t& image,
-    int cells, const CELL_OF& cell_of) {
+    int cells, const KEPT_CELL& kept_cell) {
     float* buffers = reinterpret_cast<float*>(shared + p.first_columns);  // [2][kFoldLines][FOLD_PITCH]
     const int thread = threadIdx.x - kProducers, group = thread / kGroupThreads, member = thread % kGroupThreads;
     const float* biases = biases_of(p, warp) + group * kGroupOuts;
@@ -125,7 +126,7 @@ __device__ __forceinline__ void fold_line_block(
         if (out < p.out_channels)
             gather<FOLD_TURNS, kGroupThreads, kGroupOuts, WHOLE_OUTS>(
                 image, p.output, p.out_channels, columns + group * (kGroupOuts * kTaps * FOLD_PITCH),
-                biases + fold * FOLD_OUTS, out, member, cells, cell_of);
+                biases + fold * FOLD_OUTS, out, member, cells, kept_cell);
     }
     if constexpr (kFolds % 2 == 1) named_barrier_sync<1, kConsumers>();
 }
@@ -144,7 +145,7 @@ __device__ __forceinline__ void consume(const pixels_on_m_params& p, int warp) {
         #pragma unroll
         for (int i = 0; i < kKept; ++i) kept[i] = cell_of(p, item, (i * kGroupThreads + member) / kParts);
         // If kKept is 1, `% kKept` is the constant 0, so that kept[0] stays in registers.
-        const auto place = [&](int turn, int i) { return turn < kKept ? kept[turn % kKept] : cell_of(p, item, i); };
+        const auto kept_cell = [&](int turn, int i) { return turn < kKept ? kept[turn % kKept] : cell_of(p, item, i); };
         #pragma unroll 1
         for (int block = 0; block < item.line_blocks; ++block) {
             // `first` is 0, 9, 18 or 27. Of output channels 27 to 35, fold 1 has two that exist, and fold 2 none.
@@ -158,12 +159,14 @@ __device__ __forceinline__ void consume(const pixels_on_m_params& p, int warp) {
             multiply<kPaired, kPeeled>(p, sums, stages, block_slots, warp, frees, nothing_meanwhile);
             if (frees) slots = block_slots;
             block_biases.share(p, warp);
-            fold_line_block(p, sums, first, warp, image, cells, place);
+            fold_line_block(p, sums, first, warp, image, cells, kept_cell);
         }
     });
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
 sm90_gemm_fold_pixels_kernel(const __grid_constant__ pixels_on_m_params p) {
-    run<208, 88>(p, [&](int warp) { consume(p, warp); });  // registers of a consumer thread, and of a producer thread
+    // Registers of a consumer thread (72 sums, in the example, two chunks' inputs and its cells) and of a producer thread. Of
+    // three warpgroups, which begin with 168 each, two consume: 2 * 208 + 88 = 3 * 168.
+    run<208, 88>(p, [&](int warp) { consume(p, warp); });
 }

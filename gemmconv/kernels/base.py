@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from gemmconv.kernels.program import Program
 
 Direction = Literal["forward", "input_grad", "weight_grad"]  # what a user may ask for
-# What a kernel may compute; "grads" is both gradients in one call. An argument ``direction: Direction`` cannot be that.
+# What a kernel may compute; "grads" is both gradients in one call. Functions annotated Direction do not accept "grads".
 Pass = Literal["forward", "input_grad", "weight_grad", "grads"]
 PASSES: tuple[Pass, ...] = get_args(Pass)
 Precision = Literal["ieee", "tf32"]

@@ -84,8 +84,8 @@ class Launch:
     grid: Extent3  # blocks
     block: Extent3  # threads of a block
     # The fields of the kernel's params struct, in order: ``"n"`` has a value, ``"a, b"`` and ``"x[3]"`` have tuples of
-    # two and three. C types follow from values: an int has 32 bits, a :class:`Long` 64. A call does not check names: two
-    # exchanged fields would give wrong results. Tests compare names and order with the struct in the source.
+    # two and three. C types follow from values: an int has 32 bits, a :class:`Long` 64. Names are for readers; a test
+    # compares them, and their order, with the struct in the source.
     params: Params
     shared_bytes: int = 0  # bytes of dynamic shared memory
     # whether it may begin before the previous launch ends (PDL): see gemmconv/runtime/launch.py.
@@ -281,9 +281,9 @@ def one_after_the_other(arguments: Sequence[str], first: Program, second: Progra
             names[one.name] = same.name
             operands[key] = replace(same, alignment=max(same.alignment, one.alignment))
         else:
-            names[one.name] = f"{one.name} again" if any(one.name == x.name for x in operands.values()) else one.name
+            names[one.name] = f"{one.name}_2" if any(one.name == x.name for x in operands.values()) else one.name
             operands[key] = replace(one, name=names[one.name], argument=one.given_as)
-    names |= {name: f"{name} again" if name in first.scratch else name for name in second.scratch}
+    names |= {name: f"{name}_2" if name in first.scratch else name for name in second.scratch}
     ordered = sorted(operands.values(), key=lambda one: arguments.index(one.given_as))
     return Program(
         first.dtype,

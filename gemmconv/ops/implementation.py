@@ -13,9 +13,9 @@ The first call of a signature goes through these stages; here ``[8, 64, 32, 32]`
 For both gradients a pair of algorithms is chosen, ``pairs.Gradients``. On a CPU, and for torch's operator, there is
 no program: the algorithm prepares the call itself. Layers on volumes have operators of their own, in volumes.py.
 
-Calls past torch's dispatcher (plain.py, recording.py) are prepared here too. To save launches they may take and return
-other tensors than the operator does; a :class:`gemmconv.ops.configs.Convention` says which. It is passed on to
-forward.py and gradients.py, the two modules that act by it.
+Calls that bypass torch's dispatcher (plain.py, recording.py) are prepared here too. To save launches they may take and
+return other tensors than the operator does: float32 weights under autocast, or the bias's gradient with the others. A
+:class:`gemmconv.ops.configs.Convention` says which; forward.py and gradients.py act by it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from gemmconv.ops.schemas import (
 
 
 def _compute(direction: Pass, operator: str, *inputs: Any) -> Any:
-    """Compute an operator. ``inputs`` are its tensors; then, for a single gradient, sizes; then stride, padding, ..."""
+    """Compute an operator; ``inputs`` are as in its schema: tensors, for a single gradient its size, then options."""
     tensors, sizes, arguments = split_arguments(operator, inputs)
     with make_current(tensors[0].device):
         return prepare_call(direction, tensors, sizes, arguments)(*tensors)
@@ -65,7 +65,8 @@ def prepare_call(
     Args:
         tensors: the operator's tensors, all of one dtype. If the call will cast float32 weight and bias itself, pass
             stand-ins with the cast dtype.
-        sizes: height and width of the input for its gradient, of the kernel for the weight's; None for other passes.
+        sizes: ``(height, width)`` of the one tensor whose gradient is asked for, which is not among ``tensors``: the
+            input's, or the weight's kernel size; None for other passes.
         arguments: the operator's other arguments, from the stride on; trailing defaults may be left out.
         convention: what the call takes and returns; None for what the operator takes and returns.
 
@@ -95,7 +96,10 @@ def _prepare_or_fall_back(
 def _choose_and_prepare(
     direction: Pass, tensors: Tensors, sizes: Any, convention: Convention, options: Options
 ) -> Prepared:
-    """Check the arguments, choose an algorithm, or a pair for both gradients, and prepare its call."""
+    """Check the arguments, choose an algorithm, or a pair for both gradients, and prepare its call.
+
+    ``config`` and ``weight_config`` differ for both gradients alone: see :func:`choose_pass`.
+    """
     chosen, config, weight_config = choose_pass(direction, tensors, sizes, options, convention.trained)
     if options.algorithm == "auto":
         pairs.log_choice(chosen, config, weight_config, direction)

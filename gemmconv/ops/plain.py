@@ -1,4 +1,4 @@
-"""Eager calls of conv_transpose2d on torch's own tensors, past its dispatcher: one look-up, then the prepared call.
+"""Eager calls of conv_transpose2d on torch's own tensors, bypassing its dispatcher: a look-up, then a prepared call.
 
 The cache of calls (call_cache.py) maps a signature to a prepared call, a function of input, weight and bias:
 
@@ -76,19 +76,20 @@ def _prepare_autocast(tensors: Tensors, arguments: Arguments) -> Call:
     if not casts_parameters(tensors, dtype):
         call = prepare_recording(tuple(map(cast, tensors)), arguments)
         return lambda input, weight, bias: call(cast(input), cast(weight), cast(bias))
-    # The prepared call takes float32 parameters and casts them itself, each time. Kernels are chosen for the casts,
-    # which do not exist yet; tensors without data, of the same dtype, shapes and strides, stand in for them. Of
-    # ``parameters`` only the dtype is used: the one to cast from. The call keeps none of these tensors.
+    # The prepared call takes float32 parameters and casts them itself, each time. To choose kernels one needs dtype,
+    # shapes and strides of the casts, which do not exist yet: tensors without data describe them. Of ``parameters``
+    # only the dtype is used, the one to cast from. The call keeps none of these tensors.
     input, *parameters = tensors
     stand_ins = cast(input), *(without_data(one, dtype) for one in parameters)
-    casting = prepare_recording(stand_ins, arguments, parameters=tuple(parameters))
-    return lambda input, weight, bias: casting(cast(input), weight, bias)
+    call_with_casts = prepare_recording(stand_ins, arguments, parameters=tuple(parameters))
+    return lambda input, weight, bias: call_with_casts(cast(input), weight, bias)
 
 
 def prepare_signal(input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Arguments) -> Call | None:
     """Prepare a call on a batch of signals as images of height 1; None if the dispatcher serves it, or under autocast.
 
-    Unlike :func:`prepare` it asks is_left_to_torch itself, and may return a call of torch's operator.
+    Unlike :func:`prepare`, which functional.py calls, it asks is_left_to_torch itself, since layers call it directly.
+    So it may return a call of torch's operator.
 
     Args:
         input, weight, bias: ``[N, C_in, L]``, ``[C_in, C_out/groups, K]`` and ``[C_out]``, not checked.

@@ -69,8 +69,8 @@ class Tile(PositionRows):
 
     images: int  # images of an item; 1 where items are windows. In the example 2
     window: int  # positions of each image that an item has: all of them, or a part of its only row. In the example 64
-    # :attr:`position_blocks` and :attr:`fold_turns` of the compiled kernel that this tile reuses at another size;
-    # (1, 1) if a kernel is compiled for the tile
+    # :attr:`position_blocks` and :attr:`fold_turns` of the compiled kernel that this tile reuses at another size; else
+    # (1, 1)
     compiled: Pair = (1, 1)
 
     @cached_property
@@ -120,7 +120,7 @@ class Tile(PositionRows):
     def fold_groups(self) -> int:
         """Groups of threads, a power of two, each of which gathers all cells of its share of a fold's channels.
 
-        The example could have two groups, one for each half of a fold's channels, but these are three: one group.
+        In the example 128 threads gather all cells, so two groups would fit; but 3 channels cannot be halved: one.
         """
         return math.gcd(self.fold_outs, power_of_two_within(CONSUMERS, CONSUMERS // self._group_threads))
 
@@ -261,6 +261,7 @@ class GemmFoldPixels(OneFormatForward):
         p = config.problem
         if not pixels_on_m.serves(p, tile.itemsize, tile.multiprocessors):
             return None
+        # The same kind of items; windows are of one row, and other images fit the position blocks.
         positions, windowed = tile.position_blocks * BLOCK_POSITIONS, tile.windows.per_image > 1
         if windowed != (p.in_pixels > _MOST_POSITIONS) or p.in_pixels > (p.input_size[1] if windowed else positions):
             return None
