@@ -114,7 +114,7 @@ def choose_pair(config: Config, weight_config: Config, requested: str, where: st
     # torch's operator computes both in one call, unless its kernels are limited to deterministic ones. An algorithm of
     # ours does if one call is estimated to be faster than two.
     is_call_of_torch = algorithm is NATIVE and not config.deterministic
-    return pair._replace(at_once=is_call_of_torch or algorithm.grads_estimate(config, weight_config) < math.inf)
+    return pair._replace(at_once=is_call_of_torch or _fastest_pair(config, weight_config, (algorithm,))[1].at_once)
 
 
 def _tuned_pair(config: Config, weight_config: Config) -> Gradients | None:
@@ -189,7 +189,7 @@ def _fastest_pair(config: Config, weight_config: Config, among: tuple[Algorithm,
     for one in among:
         seconds = one.grads_estimate(config, weight_config)
         found.append((Seconds(seconds, host[one]), Gradients(one, one, at_once=True)))
-    return min(found, key=lambda item: item[0].waited)
+    return min(found, key=lambda item: (item[0].waited, item[0].device))
 
 
 tuned.on_change.append(_fastest_pair.cache_clear)  # estimates may be those of tuned kernels
@@ -211,13 +211,13 @@ def leaves_all_to_torch(config: Config, requested: str, where: str, of_input: bo
     return all(choose(config, requested, where, direction) is NATIVE for direction, wanted in passes if wanted)
 
 
-def log_choice(chosen: Algorithm | Gradients, config: Config, weight_config: Config, direction: Pass) -> None:
-    """Log at DEBUG what ``auto`` chose for a new configuration: one algorithm, or those of both gradients."""
+def log_choice(passes: list[Computation]) -> None:
+    """Log at DEBUG what ``auto`` chose for a new configuration: for one pass, or for both gradients."""
     if not tuned.log.isEnabledFor(logging.DEBUG):
         return
-    passes = chosen.passes(config, weight_config) if isinstance(chosen, Gradients) else [(direction, chosen, config)]
     names = dict.fromkeys(algorithm.name for _, algorithm, _ in passes)
     made = [algorithm.choice(its_config, which) for which, algorithm, its_config in passes]
+    direction = "grads" if len(passes) > 1 else passes[0][0]
     config = passes[0][2]
     layer, size = " ".join(tuned.key_of(config, direction)), "x".join(map(str, tuned.size_of(config)))
     kernels, seconds = " and ".join(map(str, made)), sum(one.seconds for one in made if one)

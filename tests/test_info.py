@@ -126,7 +126,7 @@ def test_no_choice_is_logged_where_an_algorithm_was_asked_for_or_the_level_is_of
 def test_the_log_names_both_gradients_on_a_gpu(dtype, debug):
     problem = Problem(8, 256, 128, 1, (32, 32), (4, 4), stride=(2, 2), padding=(1, 1))
     config = Config(problem, dtype, torch.device("cuda", 0), spec=named("H100"), deterministic=True)
-    pairs.log_choice(pairs.choose_pair(config, config, "auto", "test"), config, config, "grads")
+    pairs.log_choice(pairs.choose_pair(config, config, "auto", "test").passes(config, config))
     (record,) = debug.records
     assert " nchw NVIDIA H100 80GB HBM3 8x32x32: fused, kernel sm90/implicit_gemm " in record.getMessage()
     assert " and sm90/wgrad_n" in record.getMessage()

@@ -22,7 +22,6 @@ from gemmconv.kernels.base import (
     missing_software,
 )
 from gemmconv.kernels.costs import costs_of
-from gemmconv.kernels.layout.transpose import grad_output_transpose_seconds
 from gemmconv.kernels.search_cache import cached
 from gemmconv.kernels.size_class import representatives
 
@@ -99,14 +98,9 @@ class Algorithm(ABC):
         return choice.kernel.prepare(config, direction, choice.tile)
 
     def grads_estimate(self, config: Config, weight_config: Config) -> float:
-        """Estimated seconds of both gradients at once; infinite if one after the other is faster."""
+        """Estimated seconds of one call that computes both gradients; infinite if no kernel does that."""
         choice = self.choice(replace(config, weight_format=weight_config.memory_format), "grads")
-        if choice is None:
-            return math.inf
-        one_by_one = self.estimate(config, "input_grad") + self.estimate(weight_config, "weight_grad")
-        # Both share one transpose in channels_last; if their formats differ, grad_output is in NCHW and needs none.
-        one_by_one -= max(map(grad_output_transpose_seconds, (config, weight_config)))
-        return choice.seconds if choice.seconds < one_by_one else math.inf
+        return math.inf if choice is None else choice.seconds
 
 
 class AlgorithmOfOne(Kernel, Algorithm):

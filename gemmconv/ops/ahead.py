@@ -11,9 +11,9 @@ from gemmconv.kernels.base import Pass, why_no_kernels
 from gemmconv.kernels.forms import launches
 from gemmconv.kernels.program import Launch
 from gemmconv.ops.call_cache import find_or_make, tensor_signature
-from gemmconv.ops.configs import Convention, choose_pass, default_convention
+from gemmconv.ops.configs import Convention, choose_algorithm, choose_gradients, default_convention
 from gemmconv.ops.gradients import convert_outputs
-from gemmconv.ops.programs import bias_grad_program, programs_of
+from gemmconv.ops.programs import bias_grad_program, gradient_programs, pass_program
 from gemmconv.ops.schemas import (
     ARGUMENT_NAMES,
     Arguments,
@@ -27,13 +27,16 @@ from gemmconv.ops.schemas import (
 
 
 def launches_of(
-    direction: Pass, tensors: Tensors, sizes: Any, arguments: Arguments, convention: Convention | None = None
+    direction: Pass, tensors: Tensors, missing_size: Any, arguments: Arguments, convention: Convention | None = None
 ) -> list[Launch]:
     """The launches of the call that ``implementation.prepare_call`` prepares; tensors may be without data."""
     options, where = Options(*as_hashable(arguments)), operator_name(direction)
     convention = convention or default_convention(direction, tensors)
-    chosen, config, weight_config = choose_pass(direction, tensors, sizes, options)
-    programs = programs_of(direction, chosen, config, weight_config)
+    if direction == "grads":
+        programs = gradient_programs(*choose_gradients(tensors, options))
+    else:
+        program = pass_program(direction, *choose_algorithm(direction, tensors, missing_size, options))
+        programs = [] if program is None else [program]
     if convention.with_bias_grad and (of_bias := bias_grad_program(tensors[0])) is not None:
         programs.append(of_bias)
     if direction == "forward":
@@ -42,7 +45,7 @@ def launches_of(
         programs = [convert_outputs(program, convention) for program in programs]
     by_name = dict(zip(ARGUMENT_NAMES[where], tensors, strict=False))
     calls = [(program, tuple(by_name[name] for name in program.arguments)) for program in programs]
-    return [launch for program, operands in calls for launch in launches(program, operands, config.device)]
+    return [launch for program, operands in calls for launch in launches(program, operands, tensors[0].device)]
 
 
 def compile_in_background(

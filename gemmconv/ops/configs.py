@@ -12,11 +12,10 @@ from torch import Tensor
 from gemmconv import pairs, selection
 from gemmconv.algorithms import Algorithm
 from gemmconv.geometry import Problem
-from gemmconv.kernels.base import Config, Pass, strides_of
+from gemmconv.kernels.base import Config, Direction, Pass, strides_of
 from gemmconv.kernels.program import Strides
 from gemmconv.ops.schemas import Options, Tensors, checked_problem, memory_format, operator_name
 
-Chosen = Algorithm | pairs.Gradients  # the algorithm of a pass, or those of both gradients
 Prepared = Callable[..., Any]  # a prepared call: what it takes and returns is said by a Convention
 
 
@@ -58,18 +57,27 @@ def config_of(problem: Problem, first: Tensor, second: Tensor, options: Options,
     return selection.current_config(problem, first.dtype, first.device, *settings)
 
 
-def choose_pass(
-    direction: Pass, tensors: Tensors, sizes: Any, options: Options, trained: bool = False
-) -> tuple[Chosen, Config, Config]:
-    """Check the arguments of a pass, and choose its algorithm, or those of both gradients.
+def choose_algorithm(
+    direction: Direction, tensors: Tensors, missing_size: Any, options: Options, trained: bool = False
+) -> tuple[Algorithm, Config]:
+    """Check the arguments of a forward pass or of one gradient. Choose its algorithm, and return its configuration too.
 
-    Returns it with the configurations of the input's and the weight's gradient; any other pass has its own twice.
+    For ``missing_size`` see :func:`gemmconv.ops.implementation.prepare_call`; ``trained`` is a Convention's.
     """
-    where, (first, second, *others) = operator_name(direction), tensors
-    problem = checked_problem(where, tensors, sizes, options)
-    if direction == "grads":
-        configs = config_of(problem, first, others[0], options), config_of(problem, first, second, options)
-        return pairs.choose_pair(*configs, options.algorithm, where), *configs
-    config = config_of(problem, first, second, options, bias=bool(others) and others[0] is not None)
+    where, (first, second, *bias) = operator_name(direction), tensors
+    problem = checked_problem(where, tensors, missing_size, options)
+    config = config_of(problem, first, second, options, bias=bool(bias) and bias[0] is not None)
     config = replace(config, trained=trained)
-    return selection.choose(config, options.algorithm, where, direction), config, config
+    return selection.choose(config, options.algorithm, where, direction), config
+
+
+def choose_gradients(tensors: Tensors, options: Options) -> tuple[pairs.Gradients, Config, Config]:
+    """Check the arguments of both gradients in one call, and choose their algorithms.
+
+    Returns the configurations of the input's and of the weight's gradient too, which differ in their memory formats if
+    input and weight do.
+    """
+    where, (grad_output, input, weight) = operator_name("grads"), tensors
+    problem = checked_problem(where, tensors, None, options)
+    configs = config_of(problem, grad_output, weight, options), config_of(problem, grad_output, input, options)
+    return pairs.choose_pair(*configs, options.algorithm, where), *configs

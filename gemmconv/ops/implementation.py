@@ -10,8 +10,9 @@ The first call of a signature goes through these stages; here ``[8, 64, 32, 32]`
     Program          weights/pack.cu, then the kernel       its launches as plain data: programs.py
     prepared call    call(input, weight, None)              launches them on tensors of these strides: kernels/bind.py
 
-For both gradients a pair of algorithms is chosen, ``pairs.Gradients``. On a CPU, and for torch's operator, there is
-no program: the algorithm prepares the call itself. Layers on volumes have operators of their own, in volumes.py.
+For both gradients in one call two algorithms are chosen, ``pairs.Gradients``, and each gradient has a Config. On a CPU
+and for torch's operator there is no program: the algorithm prepares the call itself. Layers on volumes have operators
+of their own, in volumes.py.
 
 Calls that bypass torch's dispatcher (plain.py, recording.py) are prepared here too. To save launches they may take and
 return other tensors than the operator does: float32 weights under autocast, or the bias's gradient with the others. A
@@ -32,7 +33,7 @@ from gemmconv.algorithms.fold import prepare_col2im, prepare_im2col
 from gemmconv.device import make_current
 from gemmconv.kernels.base import PASSES, Pass
 from gemmconv.ops.call_cache import arguments_key, find_or_make, tensor_signature
-from gemmconv.ops.configs import Convention, Prepared, choose_pass, default_convention
+from gemmconv.ops.configs import Convention, Prepared, choose_algorithm, choose_gradients, default_convention
 from gemmconv.ops.forward import prepare_forward
 from gemmconv.ops.gradients import prepare_gradient, prepare_gradients
 from gemmconv.ops.schemas import (
@@ -52,41 +53,41 @@ from gemmconv.ops.schemas import (
 
 def _compute(direction: Pass, operator: str, *inputs: Any) -> Any:
     """Compute an operator; ``inputs`` are as in its schema: tensors, for a single gradient its size, then options."""
-    tensors, sizes, arguments = split_arguments(operator, inputs)
+    tensors, missing_size, arguments = split_arguments(operator, inputs)
     with make_current(tensors[0].device):
-        return prepare_call(direction, tensors, sizes, arguments)(*tensors)
+        return prepare_call(direction, tensors, missing_size, arguments)(*tensors)
 
 
 def prepare_call(
-    direction: Pass, tensors: Tensors, sizes: Any, arguments: Arguments, convention: Convention | None = None
+    direction: Pass, tensors: Tensors, missing_size: Any, arguments: Arguments, convention: Convention | None = None
 ) -> Prepared:
     """The prepared call of an operator on tensors of these shapes and strides, from the cache if it is there.
 
     Args:
         tensors: the operator's tensors, all of one dtype. If the call will cast float32 weight and bias itself, pass
             stand-ins with the cast dtype.
-        sizes: ``(height, width)`` of the one tensor whose gradient is asked for, which is not among ``tensors``: the
-            input's, or the weight's kernel size; None for other passes.
+        missing_size: for a single gradient ``(height, width)`` of the tensor that it is of, which is not among
+            ``tensors``: of the input, or of the kernel. None for other passes.
         arguments: the operator's other arguments, from the stride on; trailing defaults may be left out.
         convention: what the call takes and returns; None for what the operator takes and returns.
 
-    plain.py caches calls of layers, under keys of its own: such a call casts the input, runs a call of this cache, and
-    records an autograd node.
+    plain.py puts calls of its own into the same cache, by other keys. Such a call casts tensors under autocast, runs a
+    call that was prepared here, and records an autograd node.
     """
     convention = convention or default_convention(direction, tensors)
     # The arguments as bytes, which are made quickly. Symbolic sizes of a traced graph have none: then the values.
-    given = arguments_key((sizes, arguments)) or (sizes, Options(*as_hashable(arguments)))
+    given = arguments_key((missing_size, arguments)) or (missing_size, Options(*as_hashable(arguments)))
     precision = selection.torch_precision(tensors[0].dtype, tensors[0].device)  # the user may change it between calls
     key = (direction, *map(tensor_signature, tensors), given, precision, convention)
-    return find_or_make(key, lambda: _prepare_or_fall_back(direction, tensors, sizes, arguments, convention))
+    return find_or_make(key, lambda: _prepare_or_fall_back(direction, tensors, missing_size, arguments, convention))
 
 
 def _prepare_or_fall_back(
-    direction: Pass, tensors: Tensors, sizes: Any, arguments: Arguments, convention: Convention
+    direction: Pass, tensors: Tensors, missing_size: Any, arguments: Arguments, convention: Convention
 ) -> Prepared:
     """Prepare a call by the algorithm asked for; for ``"auto"``, by torch's where kernels do not compile or load."""
     options = Options(*as_hashable(arguments))
-    prepare = partial(_choose_and_prepare, direction, tensors, sizes, convention)
+    prepare = partial(_choose_and_prepare, direction, tensors, missing_size, convention)
     if options.algorithm != "auto":
         return prepare(options)
     by_torch = options._replace(algorithm="native")
@@ -94,20 +95,21 @@ def _prepare_or_fall_back(
 
 
 def _choose_and_prepare(
-    direction: Pass, tensors: Tensors, sizes: Any, convention: Convention, options: Options
+    direction: Pass, tensors: Tensors, missing_size: Any, convention: Convention, options: Options
 ) -> Prepared:
-    """Check the arguments, choose an algorithm, or a pair for both gradients, and prepare its call.
-
-    ``config`` and ``weight_config`` differ for both gradients alone: see :func:`choose_pass`.
-    """
-    chosen, config, weight_config = choose_pass(direction, tensors, sizes, options, convention.trained)
-    if options.algorithm == "auto":
-        pairs.log_choice(chosen, config, weight_config, direction)
-    if isinstance(chosen, pairs.Gradients):
-        return prepare_gradients(chosen, config, weight_config, tensors, convention)
+    """Check the arguments, choose an algorithm, or one for each of both gradients, and prepare its call."""
+    is_auto = options.algorithm == "auto"
+    if direction == "grads":
+        gradients, config, weight_config = choose_gradients(tensors, options)
+        if is_auto:
+            pairs.log_choice(gradients.passes(config, weight_config))
+        return prepare_gradients(gradients, config, weight_config, tensors, convention)
+    algorithm, config = choose_algorithm(direction, tensors, missing_size, options, convention.trained)
+    if is_auto:
+        pairs.log_choice([(direction, algorithm, config)])
     if direction == "forward":
-        return prepare_forward(chosen, config, tensors, convention)
-    return prepare_gradient(direction, chosen, config, tensors, convention)
+        return prepare_forward(algorithm, config, tensors, convention)
+    return prepare_gradient(direction, algorithm, config, tensors, convention)
 
 
 def _conv_transpose2d_casting(input: Tensor, weight: Tensor, bias: Tensor | None = None, *arguments: Any) -> Tensor:

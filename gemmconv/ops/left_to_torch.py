@@ -62,7 +62,7 @@ def is_left_to_torch(input: Tensor, weight: Tensor, bias: Tensor | None, argumen
         config = replace(config, trained=needs[1] and input.is_cpu)
         left = pairs.leaves_all_to_torch(config, algorithm, "conv_transpose2d", *needs)
         if left and algorithm == "auto":
-            pairs.log_choice(selection.NATIVE, config, config, "forward")
+            pairs.log_choice([("forward", selection.NATIVE, config)])
             if (cause := missing_software(device)) is not None:
                 warn_once(cause)
         return left

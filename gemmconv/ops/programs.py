@@ -17,7 +17,7 @@ from gemmconv.geometry import Problem
 from gemmconv.kernels.base import Config, Pass, strides_of, why_no_kernels
 from gemmconv.kernels.program import Program, one_after_the_other
 from gemmconv.kernels.splits import bias_grad
-from gemmconv.ops.configs import Chosen, config_of
+from gemmconv.ops.configs import config_of
 from gemmconv.ops.schemas import Options, WithoutData
 
 
@@ -29,23 +29,21 @@ def pass_program(direction: Pass, algorithm: Algorithm, config: Config) -> Progr
     return None if choice is None else choice.program(config, direction)
 
 
-def programs_of(direction: Pass, chosen: Chosen, config: Config, weight_config: Config) -> list[Program]:
-    """The program of a pass, or of the one gradient that torch's operator does not compute; none if it computes all."""
-    if isinstance(chosen, pairs.Gradients):
-        both = both_programs(chosen, config, weight_config)
-        programs = [pass_program(*one) for one in chosen.passes(config, weight_config)] if both is None else [both]
-    else:
-        programs = [pass_program(direction, chosen, config)]
+def gradient_programs(gradients: pairs.Gradients, config: Config, weight_config: Config) -> list[Program]:
+    """The program of both gradients, or of the one that torch's operator does not compute; none if it computes both."""
+    both = both_programs(gradients, config, weight_config)
+    programs = [pass_program(*one) for one in gradients.passes(config, weight_config)] if both is None else [both]
     return [program for program in programs if program is not None]
 
 
 def layer_programs(config: Config, backward: bool) -> list[Program]:
     """The programs of a layer's forward pass and, if wanted, of its gradients; torch's operator needs none."""
-    programs = programs_of("forward", selection.choose(config, "auto", "conv_transpose2d"), config, config)
+    forward = pass_program("forward", selection.choose(config, "auto", "conv_transpose2d"), config)
+    programs = [] if forward is None else [forward]
     if backward:
         configs, shape = (replace(config, bias=False),) * 2, config.problem.output_shape
         gradients = pairs.choose_pair(*configs, "auto", "conv_transpose2d_grads")
-        programs += programs_of("grads", gradients, *configs)
+        programs += gradient_programs(gradients, *configs)
         grad = WithoutData.of(shape, strides_of(shape, config.memory_format), config.dtype, config.device)
         of_bias = bias_grad_program(grad, config.spec) if config.bias else None
         programs += [] if of_bias is None else [of_bias]
