@@ -7,11 +7,11 @@ numbers of an example: 64 images of 8 x 8, 64 to 32 channels, kernel 4, stride 2
     position        an input pixel: a row of the product                                  64 * 64 = 4096
     line            a tap of an output channel: a column of the product                   32 * 16 = 512
   How it is divided among thread blocks
-    item            some images (or a window of one long row) and one set of line blocks: 2 images, 1 set;
-                    what a thread block computes at a time                                128 items
-    position block  128 positions of an item, for two warpgroups of 128 threads           1: the 2 images
-    line block      at most 256 lines of one product: all taps of some channels           144, of 9 channels
-    set             the line blocks of one item: all of them, or an equal share           1 of 4 line blocks
+    position block  128 positions, which two warpgroups of 128 threads multiply           2 images; 32 in all
+    line block      at most 256 lines, all taps of some output channels                   144 of 9 channels; 4 in all
+    set             an equal share of the line blocks                                     one line block; 4 sets
+    item            what a thread block computes at a time: one or two position blocks    1 position block, 1 set;
+                    (some images, or a window of one long row) and one set                32 * 4 = 128 items
   How operands come to shared memory
     chunk           128 bytes of a pixel's channels, which come together                  32 channels; 2 chunks
     slot            a buffer with a chunk of an item's inputs                             5 slots
@@ -24,12 +24,12 @@ numbers of an example: 64 images of 8 x 8, 64 to 32 channels, kernel 4, stride 2
     part            what a thread gathers of a row of a cell                              1: the whole row
     phase           the place of an output in its cell                                    one of 4
 
-It is for 16-bit types and TF32, NCHW and one group. ``tiles_of`` gives tiles where
+It is for 16-bit types and TF32, NCHW and one group. ``tiles_of`` gives tiles where all of these hold:
 
-- a line block has all taps of some output channels, and some tap reaches each phase;
-- images have at most 256 inputs, or image and kernel have one row, which is cut into windows, and a cell reads at most
-  32 inputs beside its own;
-- inputs of an image are a multiple of four, and there are at most 16 cells for each;
+- a line block fits: the least common multiple of 16 and the taps is at most 256; and some tap reaches each phase;
+- an item fits, since either images have at most 256 inputs, or image and kernel have a single row (a signal), which is
+  cut into windows, and a cell reads at most 32 inputs beside its own;
+- inputs of an image are a multiple of four, and there are at most 16 cells for each input;
 - in 16 bits, rows of weights begin at multiples of 16 bytes.
 """
 
@@ -58,8 +58,9 @@ _MOST_POSITIONS = 2 * BLOCK_POSITIONS  # positions of an item
 _MOST_SUMS = 256  # lines of a line block times position blocks of an item; a thread keeps half that many sums
 _MOST_CELLS = 16  # cells for each input: with more, at least 15 of 16 cells have no input pixel of their own
 _FOLD_LINES = 32  # lines of a fold at least; fewer where two such folds do not fit shared memory
-_COLUMN_BYTES = 40 << 10  # bytes of shared memory that two folds may always take
-_MOST_COLUMN_BYTES = 72 << 10  # bytes that they may take if an item's inputs and two stages of weights leave so many
+_COLUMN_BYTES = 40 << 10  # bytes of shared memory that two folds may always take; folds of the least size may take more
+_MOST_COLUMN_BYTES = 72 << 10  # bytes that they may take as far as an item's inputs and two stages leave them
+_LEAST_LINES = 64  # of a line block, unless it has all lines: each reads all inputs of an item, for little work if low
 _MOST_HALO = 32  # inputs of a window that its neighbours have too
 
 
@@ -85,6 +86,7 @@ class Tile(PositionRows):
 
     @cached_property
     def item_images(self) -> int:
+        """Images of an item, whole ones or the one of its window: 2 in the example."""
         return self.images
 
     @cached_property
@@ -217,7 +219,7 @@ def tiles_of(problem: Problem, itemsize: int, multiprocessors: int) -> Iterator[
     for images, window in _items_of(p):
         most = min(all_lines, _MOST_SUMS // -(-images * window // BLOCK_POSITIONS))
         for lines in range(step, most + 1, step):
-            if lines >= 64 or lines == all_lines:
+            if lines >= _LEAST_LINES or lines == all_lines:
                 for sets in pixels_on_m.sets_of(p, lines):
                     if (tile := Tile(p, itemsize, lines, sets, multiprocessors, images, window)).possible:
                         yield tile
@@ -276,7 +278,8 @@ class GemmFoldPixels(OneFormatForward):
         if not tiles:
             return None
         sets = min(tiles, key=lambda one: one.cycles).sets
-        # Images of an item: as many as fit; fewer, in as many items; or so few that each multiprocessor has an item.
+        # Three candidates for the images of an item: as many as fit; an equal share of the batch, in as many items; and
+        # so few that each multiprocessor has an item.
         counts = dict.fromkeys((most, even_share(p.batch, most), min(most, -(-p.batch * sets // tile.multiprocessors))))
         return min((changed(sized, sets=sets, images=images) for images in counts), key=lambda one: one.cycles)
 
