@@ -103,9 +103,10 @@ def conv_transpose2d(
     #   1. on a CPU: traced, compiled, or an input of a subclass     torch's operator (see the function for exceptions)
     #   2. complex tensors                                           torch's operator, by real and imaginary parts
     #   3. eager, and torch's operator is chosen                     torch's operator, called directly: least host time
-    #   4. it has a key, and no tensor is a negated view             a prepared call, which bypasses the dispatcher
-    #   5. an export to ONNX; or "auto" or "native" with torch's     torch's operator: exports, transforms such as vmap,
-    #      own precision, under a transform or with a subclass       and wrapper subclasses have no rules for ours
+    #   4. it has a key, and its tensors are ordinary dense ones     a prepared call, which bypasses the dispatcher
+    #   5. an export to ONNX                                         torch's operator, since exports know no other
+    #      "auto" or "native" with torch's own precision, under      torch's operator, since there are rules for it, and
+    #      a transform such as vmap or with a wrapper subclass       none for ours
     #   6. any other call                                            our operator, by torch's dispatcher
     if input.is_cpu and not is_eager and _is_left_to_torch_on_the_cpu(weight, groups, algorithm):  # 1
         return ops.checked_torch_conv_transpose2d(input, weight, bias, *geometry)

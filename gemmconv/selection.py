@@ -101,10 +101,10 @@ def current_config(
 class Seconds:
     """Estimated seconds of a call: those of the device, and those for which the host is kept to enqueue it.
 
-    A step of large layers waits for the device, and a step of small ones for the host: the longer time counts. But in a
-    CUDA graph host time costs nothing, so no choice shall be more than twice as slow on the device to save host time:
-    the host counts for at most ``most_slowdown`` (2, a policy) times the device's time. Example: 10 us on the device
-    and 50 us on the host count as 20 us; 40 us and 50 us count as 50 us.
+    What counts is ``max(device, min(host, 2 * device))``. A step of large layers waits for the device, and a step of
+    small ones for the host: the longer time counts. But in a CUDA graph host time costs nothing, so no choice shall be
+    more than ``most_slowdown`` (2, a policy) times as slow on the device to save host time. Example: 10 us on the
+    device and 50 us on the host count as 20 us; 40 us and 50 us count as 50 us.
     """
 
     device: float
@@ -124,7 +124,7 @@ def can_serve(algorithm: Algorithm, config: Config, direction: Direction) -> boo
 def estimates(
     config: Config, direction: Direction, among: Sequence[Algorithm] = ALGORITHMS
 ) -> list[tuple[Seconds, Algorithm]]:
-    """The estimates of algorithms, the least waited for first; last those that cannot serve the pass, as infinite."""
+    """The estimates of algorithms, the shortest wait first; last those that cannot serve the pass, as infinite."""
     able = [one for one in among if can_serve(one, config, direction)]
     found = [(Seconds(one.estimate(config, direction), one.host_seconds(config, direction)), one) for one in able]
     found.sort(key=lambda item: item[0].waited)

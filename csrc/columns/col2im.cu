@@ -77,7 +77,7 @@ constexpr int kTapsD = ceil_div(KERNEL_D, kStepD);  // most taps that any residu
 constexpr int kTapsH = ceil_div(KERNEL_H, kStepH);
 constexpr int kTapsW = ceil_div(KERNEL_W, kStepW);
 
-// Taps that are unrolled: at most about 32 loads of a thread are in flight. The host adds rows to a cell up to 16 loads.
+// Taps that are unrolled: those of a row, up to 32, and of as many rows as make about 32 loads.
 constexpr int kUnrollW = kTapsW <= 32 ? kTapsW : 16;
 constexpr int kUnrollRows = CELL_W * kTapsW < 32 ? 32 / (CELL_W * kTapsW) : 1;  // taps of depth and height together
 

@@ -92,7 +92,7 @@ class Config:
 class Kernel(ABC):
     """One way to compute some passes: the layers it serves, its tiles, the cost of each, and its launches.
 
-    A tile is the frozen record by which a kernel is specialised: the work of a thread block, stages, threads.
+    A tile is a frozen record of what a kernel is compiled for: the work of a thread block, stages, threads.
 
     A new kernel defines ``name``, ``serves``, :meth:`tiles`, :meth:`seconds` and :meth:`program`; a kernel on a CPU,
     whose program is None, :meth:`prepare` too. All else has a default. gemmconv/kernels/conv/gemm_mma.py is one to read
@@ -207,7 +207,7 @@ def _best_tile(kernel: Kernel, config: Config, direction: Pass) -> Any | None:
 
 
 class Choice(NamedTuple):
-    """A kernel for a pass, its tile, and its estimated seconds."""
+    """A kernel for a pass, its tile, and its expected seconds."""
 
     kernel: Kernel
     tile: Any
@@ -259,8 +259,8 @@ def why_no_kernels(device: torch.device, spec: DeviceSpec | None = None) -> str 
 def missing_software(device: torch.device) -> str | None:
     """Why this machine cannot compile or load kernels that its GPU could run, and the remedy, as a clause.
 
-    None if nothing is missing. None too where no kernel could run: on a machine without a GPU, or on one that is too
-    old, so that ``explain`` works there.
+    None if nothing is missing. Also None without a GPU, or on one that is too old: other checks report that, and
+    ``explain`` works there.
     """
     if device.type != "cuda" or not torch.cuda.is_available() or spec_of(device).capability < AMPERE:
         return None

@@ -269,7 +269,7 @@ class Program:
 
 
 def one_after_the_other(arguments: Sequence[str], first: Program, second: Program) -> Program:
-    """A program with the steps and outputs of two. What both need of an argument in the same form is transposed once.
+    """A program with the steps and outputs of two. An argument that both need in one other form is transposed once.
 
     Its call takes ``arguments`` in this order. The outputs of both programs must have different names.
     """
@@ -344,7 +344,7 @@ def weight_strides(problem: Problem) -> dict[str, ParamValue]:
 
 
 def three_axes(values: Sequence[int], missing: int = 1) -> Extent3:
-    """Values along depth, height and width; axes that there are not have ``missing``."""
+    """Values along depth, height and width; an absent axis has ``missing``."""
     depth, height, width = (*(missing,) * (3 - len(values)), *values)
     return depth, height, width
 

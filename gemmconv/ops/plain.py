@@ -50,9 +50,9 @@ def find_call(input: Tensor, weight: Tensor, bias: Tensor | None, arguments_key:
 
 
 def prepare(input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Arguments) -> Call | None:
-    """Prepare the call on these tensors. Returns None if the dispatcher has to serve it, for its mode or its tensors.
+    """Prepare the call on these tensors. Returns None if a mode is active or a tensor is not dense: the dispatcher's.
 
-    It is for calls of which :func:`is_left_to_torch` says False; functional.py calls torch's operator for all others.
+    Call it only after :func:`is_left_to_torch` returned False.
 
     Args:
         input, weight, bias: the input may be without a batch.
