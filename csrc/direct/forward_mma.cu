@@ -23,7 +23,7 @@
  * of cells next to it. (cuDNN's transforms do the same.)
  *
  * Macros: ELEMENT_T; KERNEL_, STRIDE_, PADDING_, DILATION_ with H and W; IN_CHANNELS, OUT_CHANNELS (of a group);
- * CHANNELS_LAST; FIRST_H, FIRST_W (least shifts), HALO_H, HALO_W (largest minus least); LOADING; PIXELS (of the patch that
+ * CHANNELS_LAST; FIRST_H, FIRST_W (least shifts), HALO_H, HALO_W (largest minus least); COPIED; PIXELS (of the patch that
  * are loaded together; divides the input's width in NCHW, 1 in channels_last), LEAD (columns of the patch before the first,
  * for that); WORDS (of a pixel's channels of a group: 1, 2, 4 or a multiple of 8), PIXEL_PITCH (words); ROW_PHASES,
  * CHANNELS, GROUPS, N_TILES, WARPS_M, WARPS_N, TILE_H, TILE_W; STAGED (whether outputs are turned round), VECTOR (outputs
@@ -39,6 +39,7 @@
  */
 #include "ptx/cp_async.cuh"
 #include "numeric/index.cuh"
+#include "numeric/integers.cuh"
 #include "ptx/mma.cuh"
 #include "numeric/vector.cuh"
 
@@ -70,17 +71,12 @@ constexpr int kPatchH = TILE_H + HALO_H, kPatchW = (LEAD + TILE_W + HALO_W + PIX
 constexpr int kPatchPixels = kPatchH * kPatchW;
 
 /* How the patch comes. Word `word` of pixel `pixel` of a group lies at pixel * kPixelPitch + word * kWordPitch.
- *   SYNCHRONOUS  loaded, packed into words and stored: [pixels][groups][words]
- *   TURNED       copied as it lies in NCHW, [channels][pixels], while the tile before is computed; then packed into words
- *   COPIED       copied as it is used, into two patches in turn: [pixels][groups][words] in channels_last,
- *                [channels][pixels] in NCHW where an element is a word; rounded when it is loaded from there
+ *   COPIED      as it is used, into two patches in turn, while the tile before is computed: [pixels][groups][words] in
+ *               channels_last, [channels][pixels] in NCHW where an element is a word; rounded when it is loaded from there
+ *   not COPIED  loaded, packed into words and stored: [pixels][words]; 16-bit elements in NCHW
  */
-#define SYNCHRONOUS 0
-#define TURNED 1
-#define COPIED 2
-constexpr bool kPlanar = LOADING == COPIED && !CHANNELS_LAST;
-/* Elements of a plane in shared memory: whole vectors, and 4 planes in different banks. */
-constexpr int kPlane = kPlanar ? (kPatchPixels + 7) / 16 * 16 + 8 : (kPatchPixels + 7) / 8 * 8;
+constexpr bool kPlanar = COPIED && !CHANNELS_LAST;
+constexpr int kPlane = (kPatchPixels + 7) / 16 * 16 + 8;  // words: whole vectors, and 4 planes in different banks
 constexpr int kPixelPitch = kPlanar ? 1 : PIXEL_PITCH, kWordPitch = kPlanar ? kPlane : 1;
 constexpr int kElements = words::kElements;  // of a word
 
@@ -112,15 +108,13 @@ constexpr int kStageLine = padded(CHANNELS_LAST ? GROUPS * CHANNELS : kRuns * kR
 constexpr int kStageElements =
     !STAGED ? 0 : padded(kStageLine * (CHANNELS_LAST ? ROW_PHASES * kRuns * kRun : 8));
 
-// Shared memory: fragments [GROUPS][WARPS_M][kPairs][32 lanes], patch, landing (of what is copied: the second patch, or the
-// channels' planes), offsets [kSteps][8], biases [GROUPS][WARPS_M][kLineBlocks * 8], stages [kWarps].
+// Shared memory: fragments [GROUPS][WARPS_M][kPairs][32 lanes], patches (two where they are copied), offsets [kSteps][8], biases [GROUPS][WARPS_M][kLineBlocks * 8], stages [kWarps].
 constexpr int kFragments = GROUPS * WARPS_M * kPairs * 32;
 constexpr int kPatchWords = kPlanar ? GROUPS * WORDS * kPlane : (kPatchPixels * PIXEL_PITCH + 3) / 4 * 4;
-constexpr int kLandingWords =
-    LOADING == TURNED ? GROUPS * IN_CHANNELS * kPlane / kElements : LOADING == COPIED ? kPatchWords : 0;
+constexpr int kPatches = COPIED ? 2 : 1;
 constexpr int kOffsets = (kSteps * 8 + 3) / 4 * 4;
 constexpr int kBiases = GROUPS * WARPS_M * kLineBlocks * 8;
-static_assert(kFragments * 16 + (kPatchWords + kLandingWords + kOffsets + kBiases) * 4 +
+static_assert(kFragments * 16 + (kPatches * kPatchWords + kOffsets + kBiases) * 4 +
               kWarps * kStageElements * static_cast<int>(sizeof(ELEMENT_T)) <= SHARED_BYTES,
               "the tile does not fit the shared memory of the launch");
 extern __shared__ __align__(16) unsigned char shared[];
@@ -189,84 +183,61 @@ __device__ __forceinline__ void stage_weights(
 /* Where a block's patch begins in the input. */
 struct origin_t { int image, row, column; };
 
+#if COPIED
 /* Begin to copy a patch, zero outside the image and beyond the last channel. */
-__device__ __forceinline__ void fetch_patch(const direct_forward_mma_params& p, unsigned* landing, int first_group, origin_t origin) {
+__device__ __forceinline__ void fetch_patch(const direct_forward_mma_params& p, unsigned* patch, int first_group, origin_t origin) {
     const index_t in_pixels = static_cast<index_t>(p.h_in) * p.w_in, channels = static_cast<index_t>(p.groups) * IN_CHANNELS;
     const ELEMENT_T* source = p.input + origin.image * static_cast<long long>(in_pixels) * channels;
 #if CHANNELS_LAST
-    constexpr int kChunk = GROUPS * WORDS % 4 == 0 ? 4 : GROUPS * WORDS % 2 == 0 ? 2 : 1;  // words
-    constexpr int kChunks = GROUPS * WORDS / kChunk;
+    constexpr int kGroupWords = IN_CHANNELS / kElements, kChunk = gcd(4, kGroupWords), kChunks = WORDS / kChunk;
     source += first_group * IN_CHANNELS;
     #pragma unroll 4
-    for (int i = threadIdx.x; i < kPatchPixels * kChunks; i += kThreads) {
-        const int pixel = i / kChunks, word = i % kChunks * kChunk;
+    for (int i = threadIdx.x; i < kPatchPixels * GROUPS * kChunks; i += kThreads) {
+        const int pixel = i / (GROUPS * kChunks), group = i / kChunks % GROUPS, word = i % kChunks * kChunk;
         const int ih = origin.row + pixel / kPatchW, iw = origin.column + pixel % kPatchW;
-        const bool inside = static_cast<unsigned>(ih) < p.h_in && static_cast<unsigned>(iw) < p.w_in;
-        const index_t place = (static_cast<index_t>(ih) * p.w_in + iw) * channels + word * kElements;
-        cp_async<kChunk * 4>(landing + pixel * PIXEL_PITCH + word, source + (inside ? place : 0), inside);
+        const bool inside = static_cast<unsigned>(ih) < p.h_in && static_cast<unsigned>(iw) < p.w_in && word < kGroupWords;
+        const index_t place = (static_cast<index_t>(ih) * p.w_in + iw) * channels + group * IN_CHANNELS + word * kElements;
+        cp_async<kChunk * 4>(patch + pixel * PIXEL_PITCH + group * WORDS + word, source + (inside ? place : 0), inside);
     }
 #else
-    // Where elements are words, the words beyond a group's channels are copied too, as zeros.
-    constexpr int kSpots = kPatchPixels / PIXELS, kGroupChannels = kPlanar ? WORDS : IN_CHANNELS;
-    ELEMENT_T* target = reinterpret_cast<ELEMENT_T*>(landing);
+    constexpr int kSpots = kPatchPixels / PIXELS;
     source += static_cast<index_t>(first_group) * IN_CHANNELS * in_pixels;
     #pragma unroll 4
-    for (int i = threadIdx.x; i < kSpots * GROUPS * kGroupChannels; i += kThreads) {
+    for (int i = threadIdx.x; i < kSpots * WORDS; i += kThreads) {
         const int pixel = i % kSpots * PIXELS, channel = i / kSpots;
         const int ih = origin.row + pixel / kPatchW, iw = origin.column + pixel % kPatchW;
-        const bool inside = static_cast<unsigned>(ih) < p.h_in && static_cast<unsigned>(iw) < p.w_in &&
-                            (kGroupChannels == IN_CHANNELS || channel % kGroupChannels < IN_CHANNELS);
-        const int group = channel / kGroupChannels, from = group * IN_CHANNELS + channel % kGroupChannels;
-        const index_t place = from * in_pixels + (static_cast<index_t>(ih) * p.w_in + iw);
-        cp_async<PIXELS * sizeof(ELEMENT_T)>(target + channel * kPlane + pixel, source + (inside ? place : 0), inside);
+        const bool inside =
+            static_cast<unsigned>(ih) < p.h_in && static_cast<unsigned>(iw) < p.w_in && channel < IN_CHANNELS;
+        const index_t place = channel * in_pixels + (static_cast<index_t>(ih) * p.w_in + iw);
+        cp_async<PIXELS * 4>(patch + channel * kPlane + pixel, source + (inside ? place : 0), inside);
     }
 #endif
 }
-
-/* Fill the patch with words: from the landing where that is given, else from the input, zero outside the image. Zero beyond
- * the last channel. */
-__device__ __forceinline__ void pack_patch(
-    const direct_forward_mma_params& p, unsigned* patch, const unsigned* landing, int first_group, origin_t origin) {
-    constexpr int kQuad = WORDS < 4 ? WORDS : 4;  // words that are stored together
+#else
+/* Load a patch and fill it with words, zero outside the image and beyond the last channel. */
+__device__ __forceinline__ void pack_patch(const direct_forward_mma_params& p, unsigned* patch, int group, origin_t origin) {
+    constexpr int kQuad = WORDS < 4 ? WORDS : 4, kQuads = WORDS / kQuad;  // words that are stored together
     using quad_t = vector_of<unsigned, kQuad>;
-    constexpr int kGroupQuads = WORDS / kQuad, kQuads = GROUPS * kGroupQuads;
     constexpr int kSpots = kPatchPixels / PIXELS;  // neighbouring pixels that are loaded together
     // Lanes go along pixels, or four quads of each, so that they load whole sectors and store to different banks.
-    constexpr int kNext = CHANNELS_LAST ? kQuads : kQuads % 4 == 0 ? 4 : 1;
+    constexpr int kNext = kQuads % 4 == 0 ? 4 : 1;
     constexpr int kTurns = (kSpots * kQuads + kThreads - 1) / kThreads;
     const index_t in_pixels = static_cast<index_t>(p.h_in) * p.w_in, channels = static_cast<index_t>(p.groups) * IN_CHANNELS;
-    [[maybe_unused]] const ELEMENT_T* source = p.input + origin.image * static_cast<long long>(in_pixels) * channels;
+    const ELEMENT_T* source = p.input + (origin.image * static_cast<long long>(channels) + group * IN_CHANNELS) * in_pixels;
     #pragma unroll UNROLL
     for (int turn = 0; turn < kTurns; ++turn) {
         const int i = turn * kThreads + threadIdx.x;
         if (kSpots * kQuads % kThreads != 0 && i >= kSpots * kQuads) break;
-        const int pixel = i / kNext % kSpots * PIXELS, quad = i / (kNext * kSpots) * kNext + i % kNext;
-        const int group = quad / kGroupQuads, first_word = quad % kGroupQuads * kQuad, first = first_word * kElements;
+        const int pixel = i / kNext % kSpots * PIXELS, first_word = (i / (kNext * kSpots) * kNext + i % kNext) * kQuad;
         const int ih = origin.row + pixel / kPatchW, iw = origin.column + pixel % kPatchW;
-        const bool inside =
-            LOADING == TURNED || (static_cast<unsigned>(ih) < p.h_in && static_cast<unsigned>(iw) < p.w_in);
-        [[maybe_unused]] const index_t place = static_cast<index_t>(ih) * p.w_in + iw;
-        [[maybe_unused]] const int channel = (first_group + group) * IN_CHANNELS + first;
-        unsigned* target = patch + (pixel * PIXEL_PITCH + group * WORDS + first_word);
-#if CHANNELS_LAST
-        quad_t values = {};
-        #pragma unroll
-        for (int w = 0; w < kQuad; ++w)
-            if (inside)
-                values.value[w] = load_word(source + (place * channels + channel), w * kElements, IN_CHANNELS - first, 1);
-        *reinterpret_cast<quad_t*>(target) = values;
-#else
+        const bool inside = static_cast<unsigned>(ih) < p.h_in && static_cast<unsigned>(iw) < p.w_in;
+        const index_t place = static_cast<index_t>(ih) * p.w_in + iw;
         vector_t<PIXELS> loaded[kQuad * kElements] = {};
         #pragma unroll
         for (int c = 0; c < kQuad * kElements; ++c) {
-            if (!inside || (IN_CHANNELS != WORDS * kElements && first + c >= IN_CHANNELS)) continue;
-#if LOADING == TURNED
-            const ELEMENT_T* from =
-                reinterpret_cast<const ELEMENT_T*>(landing) + (group * IN_CHANNELS + first + c) * kPlane + pixel;
-#else
-            const ELEMENT_T* from = source + ((channel + c) * in_pixels + place);
-#endif
-            loaded[c] = *reinterpret_cast<const vector_t<PIXELS>*>(from);
+            const int channel = first_word * kElements + c;
+            if (inside && (IN_CHANNELS == WORDS * kElements || channel < IN_CHANNELS))
+                loaded[c] = *reinterpret_cast<const vector_t<PIXELS>*>(source + (channel * in_pixels + place));
         }
         #pragma unroll
         for (int e = 0; e < PIXELS; ++e) {
@@ -278,11 +249,11 @@ __device__ __forceinline__ void pack_patch(
                 for (int c = 0; c < kElements; ++c) elements[c] = loaded[w * kElements + c].value[e];
                 values.value[w] = words::pack(elements);
             }
-            *reinterpret_cast<quad_t*>(target + e * PIXEL_PITCH) = values;
+            *reinterpret_cast<quad_t*>(patch + ((pixel + e) * PIXEL_PITCH + first_word)) = values;
         }
-#endif
     }
 }
+#endif
 
 /* Where a word of a step lies in the patch, from the pixel of a cell. */
 __device__ constexpr int offset_of(int step, int word) {
@@ -298,8 +269,8 @@ __device__ __forceinline__ void multiply(
     #pragma unroll
     for (int n = 0; n < N_TILES; ++n) {
         const int place = (n / kRunTiles * kPatchW + n % kRunTiles * 8) * kPixelPitch;
-        b[n][0] = LOADING == COPIED ? words::rounded(low[place]) : low[place];
-        b[n][1] = LOADING == COPIED ? words::rounded(high[place]) : high[place];
+        b[n][0] = COPIED ? words::rounded(low[place]) : low[place];
+        b[n][1] = COPIED ? words::rounded(high[place]) : high[place];
     }
     #pragma unroll
     for (int m = 0; m < kMTiles; ++m) {
@@ -486,8 +457,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
 direct_forward_mma_kernel(const __grid_constant__ direct_forward_mma_params p) {
     a_words_t* fragments = reinterpret_cast<a_words_t*>(shared);
     unsigned* patch = reinterpret_cast<unsigned*>(fragments + kFragments);
-    unsigned* landing = patch + kPatchWords;
-    int* offsets = reinterpret_cast<int*>(landing + kLandingWords);
+    int* offsets = reinterpret_cast<int*>(patch + kPatches * kPatchWords);
     float* biases = reinterpret_cast<float*>(offsets + kOffsets);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
     ELEMENT_T* stage = reinterpret_cast<ELEMENT_T*>(biases + kBiases) + warp * kStageElements;
@@ -502,7 +472,10 @@ direct_forward_mma_kernel(const __grid_constant__ direct_forward_mma_params p) {
     int tile_w = blockIdx.x % p.tiles_w, tile_h = blockIdx.x / p.tiles_w % p.tiles_h;
     origin_t origin = {static_cast<int>(blockIdx.x / (p.tiles_w * p.tiles_h)), tile_h * TILE_H + FIRST_H,
                        tile_w * TILE_W + FIRST_W - LEAD};
-    if (LOADING != SYNCHRONOUS) fetch_patch(p, LOADING == COPIED ? patch : landing, first_group, origin);
+#if COPIED
+    unsigned* next_patch = patch + kPatchWords;
+    fetch_patch(p, next_patch, first_group, origin);
+#endif
     stage_weights(p, fragments, first_group, block_out);
     for (int i = threadIdx.x; i < kSteps * 8; i += kThreads) offsets[i] = offset_of(i / 8, i % 8);
     for (int i = threadIdx.x; i < kBiases; i += kThreads) {
@@ -524,21 +497,20 @@ direct_forward_mma_kernel(const __grid_constant__ direct_forward_mma_params p) {
         if (tile_h >= p.tiles_h) { tile_h -= p.tiles_h; ++origin.image; }
         origin.row = tile_h * TILE_H + FIRST_H;
         origin.column = tile_w * TILE_W + FIRST_W - LEAD;
-        const bool another = static_cast<int>(tile + gridDim.x) < p.tiles;
+        [[maybe_unused]] const bool another = static_cast<int>(tile + gridDim.x) < p.tiles;
 
-        // Load. The next tile's copies go on while this one is computed and stored.
-        if (LOADING != SYNCHRONOUS) wait_for_copies();
+#if COPIED
+        // The next tile's copies go on while this one is computed and stored.
+        wait_for_copies();
         __syncthreads();
-        const unsigned* words_here = patch;
-#if LOADING == COPIED
-        if (another) fetch_patch(p, landing, first_group, origin);
         unsigned* const other = patch;
-        patch = landing;
-        landing = other;
+        patch = next_patch;
+        next_patch = other;
+        if (another) fetch_patch(p, next_patch, first_group, origin);
 #else
-        pack_patch(p, patch, landing, first_group, current);
         __syncthreads();
-        if (LOADING == TURNED && another) fetch_patch(p, landing, first_group, origin);
+        pack_patch(p, patch, first_group, current);
+        __syncthreads();
 #endif
 
         // The warp's first output row, of the turn's first row phase, and column.
@@ -560,7 +532,7 @@ direct_forward_mma_kernel(const __grid_constant__ direct_forward_mma_params p) {
                         sum[slot / 2][n][slot % 2 * 2] = sum[slot / 2][n][slot % 2 * 2 + 1] = bias;
                 }
                 const int first_pixel = first_cell_row * kPatchW + LEAD + first_cell + g;
-                const unsigned* cells = words_here + (first_pixel * kPixelPitch + gi * (WORDS * kWordPitch));
+                const unsigned* cells = patch + (first_pixel * kPixelPitch + gi * (WORDS * kWordPitch));
                 const a_words_t* weights = fragments + ((gi * WARPS_M + warp_m) * kPairs + kPairBegin[turn]) * 32 + lane;
 #if UNROLLED
                 // Every offset is known when compiling.
