@@ -91,11 +91,11 @@ def holds(condition, tile):
 
 # By name, conditions of tiles, of which runs take the best.
 PATHS = {
-    "shifted_row_phases": "shifted and row_phases > 1",
-    "shifted_by_single_outputs": "shifted and vector == 1",
-    "shifted_by_several_outputs": "shifted and vector > 1",
-    "shifted_by_four_outputs": "shifted and vector == 4",
-    "shifted_of_part_of_the_channels": "shifted and problem.out_channels // problem.groups % (warps_m * channels) != 0",
+    "shifted_row_phases": "row_phases > 1",
+    "shifted_by_single_outputs": "vector == 1",
+    "shifted_by_several_outputs": "vector > 1",
+    "shifted_by_four_outputs": "vector == 4",
+    "shifted_of_part_of_the_channels": "problem.out_channels // problem.groups % (warps_m * channels) != 0",
 }
 FUSED_PATHS = {
     "cells_of_several_inputs": "unit > (1, 1)",
@@ -1115,7 +1115,7 @@ TILE_PATHS = {
         ci_warps == 1; ci_warps == 2; ci_warps == 4
     """),
     "forward_mma": (MMA_RUNS, """
-        unrolled; groups > 1; len(turns) > 1; shifted; staged; channels % 16 == 0; warps_m > 1; copied
+        unrolled; groups > 1; len(turns) > 1; channels % 16 == 0; warps_m > 1; copied
         channels_last; copied and not channels_last; channels_last and words * 4 > problem.gemm_k * itemsize
     """),
     "gemm_mma": (GEMM_MMA_RUNS, """
@@ -1432,7 +1432,7 @@ EDITS = {
         "mma_no_barrier_before_a_shifted_line":
             (SHIFTED, r"(target \+= 8 \* out_pixels\) \{\s*)__syncwarp\(\);", r"\1"),
         "mma_no_barrier_behind_a_shifted_line":
-            (SHIFTED, r"(\(phase \* CHANNELS \+ channel\) / 8, n, part\);\s*)__syncwarp\(\);", r"\1"),
+            (SHIFTED, r"(= piece;\s*\}\s*)__syncwarp\(\);", r"\1"),
         "mma_end_of_a_shifted_line": (SHIFTED, r"tail \+ rest < end", "tail + rest + VECTOR < end"),
         "mma_misaligned_copy":
             (MMA, r"patch \+ channel \* kPlane \+ pixel", "patch + channel * kPlane + pixel + 1",

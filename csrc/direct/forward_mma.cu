@@ -15,9 +15,9 @@
  * A block owns, of GROUPS neighbouring groups, WARPS_M * CHANNELS output channels, and goes over its share of the
  * tiles of TILE_H x TILE_W cells of all images. Once, it lays the weights out as the words that the lanes of a warp
  * load. For each tile it stages the patch as words [row, column, group, word of channels] and computes ROW_PHASES row
- * phases at a time. A warp owns CHANNELS channels and N_TILES x 8 cells of it, for GROUPS groups in turn, so that it has
- * whole stretches of output rows, which it turns round in shared memory and stores VECTOR neighbours a lane; where long
- * ones do not begin at 16 bytes (SHIFTED), all but their ends by 16 bytes.
+ * phases at a time. A warp owns CHANNELS channels and N_TILES x 8 cells of a row of it, for GROUPS groups in turn, so that it
+ * has a stretch of each output row, which it turns round in shared memory. In NCHW it stores 16 bytes a lane, but for the ends
+ * of a stretch, which need not begin at such; in channels_last VECTOR channels.
  *
  * Values that a zero weight meets must be finite: where an input is infinite or NaN, so may be outputs of other phases
  * of cells next to it. (cuDNN's transforms do the same.)
@@ -26,9 +26,8 @@
  * CHANNELS_LAST; FIRST_H, FIRST_W (least shifts), HALO_H, HALO_W (largest minus least); COPIED; PIXELS (of the patch that
  * are loaded together; divides the input's width in NCHW, 1 in channels_last), LEAD (columns of the patch before the first,
  * for that); WORDS (of a pixel's channels of a group: 1, 2, 4 or a multiple of 8), PIXEL_PITCH (words); ROW_PHASES,
- * CHANNELS, GROUPS, N_TILES, WARPS_M, WARPS_N, TILE_H, TILE_W; STAGED (whether outputs are turned round), VECTOR (outputs
- * that a lane stores then, SHIFTED at the ends of lines), PIECE (outputs that it writes before, or without), SHIFTED; UNROLL
- * (of the packing), UNROLLED (steps); MIN_BLOCKS (blocks that a multiprocessor must have registers for), SHARED_BYTES,
+ * CHANNELS, GROUPS, N_TILES, WARPS_M, WARPS_N, TILE_H, TILE_W; VECTOR (outputs that a lane stores at once, in NCHW at the
+ * ends of lines); UNROLL (of the packing), UNROLLED (steps); MIN_BLOCKS (blocks that a multiprocessor must have registers for), SHARED_BYTES,
  * INDEX_64.
  *
  * Tables, as initialisers: STEP_BEGIN (first step of each turn of row phases, and the number of steps), STEP_SHIFTS (for
@@ -91,22 +90,15 @@ __constant__ constexpr int kPairStep[] = PAIR_STEP;
 __constant__ constexpr int kPairTile[] = PAIR_TILE;
 constexpr int kPairs = PAIRS, kSteps = STEPS;
 
-// A warp's outputs are runs of neighbouring cells, each in one row.
 constexpr int kRowTiles = TILE_W / 8;
-constexpr int kRunTiles = N_TILES < kRowTiles ? N_TILES : kRowTiles;
-constexpr int kRuns = N_TILES / kRunTiles;
-constexpr int kRun = kRunTiles * 8 * STRIDE_W;  // outputs
-static_assert(N_TILES % kRunTiles == 0 && kRowTiles % kRunTiles == 0, "runs neither cross rows nor leave a rest");
+constexpr int kRun = N_TILES * 8 * STRIDE_W;  // outputs of a warp in a row
+static_assert(kRowTiles % N_TILES == 0, "a warp's cells are in one row");
 static_assert(WARPS_N * N_TILES == TILE_H * kRowTiles, "the warps share the cells");
 
-// A lane has kPieces * PIECE neighbouring outputs of a line: all column phases of two cells.
-[[maybe_unused]] constexpr int kPieces = 2 * STRIDE_W / PIECE;
-
-// Stage of a warp. NCHW: [8 lines][kRuns][kRun], with room for a sector more in each line where it is SHIFTED. Channels last:
-// [ROW_PHASES][kRuns][kRun][GROUPS][CHANNELS].
-constexpr int kStageLine = padded(CHANNELS_LAST ? GROUPS * CHANNELS : kRuns * kRun + SHIFTED * 2 * kWide);
-constexpr int kStageElements =
-    !STAGED ? 0 : padded(kStageLine * (CHANNELS_LAST ? ROW_PHASES * kRuns * kRun : 8));
+// Stage of a warp. NCHW: [8 lines][kRun], with room for a sector more in each line. Channels last:
+// [ROW_PHASES][kRun][GROUPS][CHANNELS].
+constexpr int kStageLine = padded(CHANNELS_LAST ? GROUPS * CHANNELS : kRun + 2 * kWide);
+constexpr int kStageElements = padded(kStageLine * (CHANNELS_LAST ? ROW_PHASES * kRun : 8));
 
 // Shared memory: fragments [GROUPS][WARPS_M][kPairs][32 lanes], patches (two where they are copied), offsets [kSteps][8], biases [GROUPS][WARPS_M][kLineBlocks * 8], stages [kWarps].
 constexpr int kFragments = GROUPS * WARPS_M * kPairs * 32;
@@ -268,7 +260,7 @@ __device__ __forceinline__ void multiply(
     unsigned b[N_TILES][2];
     #pragma unroll
     for (int n = 0; n < N_TILES; ++n) {
-        const int place = (n / kRunTiles * kPatchW + n % kRunTiles * 8) * kPixelPitch;
+        const int place = n * 8 * kPixelPitch;
         b[n][0] = COPIED ? words::rounded(low[place]) : low[place];
         b[n][1] = COPIED ? words::rounded(high[place]) : high[place];
     }
@@ -283,19 +275,7 @@ __device__ __forceinline__ void multiply(
     }
 }
 
-[[maybe_unused]] constexpr bool kBlocksInPhases = CHANNELS % 8 == 0;  // a block of lines is of one row phase
 [[maybe_unused]] constexpr bool kWholeChannels = OUT_CHANNELS % (WARPS_M * CHANNELS) == 0;
-
-/* Round a lane's neighbouring outputs of a line, for cells 2t and 2t + 1 of an N tile: piece `part` of them. */
-__device__ __forceinline__ vector_t<PIECE> piece_of(const float (&sum)[kMTiles][N_TILES][4], int block, int n, int part) {
-    vector_t<PIECE> piece;
-    #pragma unroll
-    for (int i = 0; i < PIECE; ++i) {
-        const int output = part * PIECE + i, slot = slot_of(block, output % STRIDE_W);
-        piece.value[i] = narrow<ELEMENT_T>(sum[slot / 2][n][slot % 2 * 2 + output / STRIDE_W]);
-    }
-    return piece;
-}
 
 /* How far an output lies beyond the beginning of a sector of 32 bytes. */
 __device__ __forceinline__ int beyond_sector(const ELEMENT_T* output) {
@@ -322,7 +302,7 @@ template <bool WHOLE> __device__ __forceinline__ void store(
             #pragma unroll
             for (int output = 0; output < 2 * STRIDE_W; ++output) {
                 const int slot = slot_of(block, output % STRIDE_W);
-                const int place = (phase * kRuns + n / kRunTiles) * kRun + (n % kRunTiles * 8 + 2 * t) * STRIDE_W + output;
+                const int place = phase * kRun + (n * 8 + 2 * t) * STRIDE_W + output;
                 stage[place * kStageLine + gi * CHANNELS + channel] =
                     narrow<ELEMENT_T>(sum[slot / 2][n][slot % 2 * 2 + output / STRIDE_W]);
             }
@@ -331,9 +311,9 @@ template <bool WHOLE> __device__ __forceinline__ void store(
     __syncwarp();
     constexpr int kVectors = GROUPS * CHANNELS / VECTOR;  // of a pixel
     #pragma unroll 1
-    for (int run = 0; run < ROW_PHASES * kRuns; ++run) {
-        const int oh = oh0 + run / kRuns + run % kRuns * STRIDE_H;
-        if (!WHOLE && oh >= p.h_out) continue;
+    for (int phase = 0; phase < ROW_PHASES; ++phase) {
+        const int oh = oh0 + phase;
+        if (!WHOLE && oh >= p.h_out) return;
         const long long row = image * static_cast<long long>(out_pixels) + (static_cast<index_t>(oh) * p.w_out + ow0);
         ELEMENT_T* __restrict__ target = p.output + (row * out_channels + first_group * OUT_CHANNELS + first_out);
         #pragma unroll 4
@@ -341,17 +321,17 @@ template <bool WHOLE> __device__ __forceinline__ void store(
             const int pixel = i / kVectors, channel = i % kVectors * VECTOR;
             if ((WHOLE || ow0 + pixel < p.w_out) && (GROUPS > 1 || first_out + channel < OUT_CHANNELS))
                 copy<VECTOR>(target + (pixel * static_cast<int>(out_channels) + channel),
-                             stage + (run * kRun + pixel) * kStageLine + channel);
+                             stage + (phase * kRun + pixel) * kStageLine + channel);
         }
     }
 #else
     const long long plane = image * out_channels + (first_group + gi) * OUT_CHANNELS + first_out;
     ELEMENT_T* __restrict__ first = p.output + (plane * out_pixels + (static_cast<index_t>(oh0) * p.w_out + ow0));
-#if SHIFTED
     // A quad of lanes has a line, 16 bytes a lane, from the sector on where it begins; what is left at its two ends is stored
     // in pieces of VECTOR. It lies as far beyond the beginning of its line of the stage. Lines 4 apart are in different banks.
     // Planes 8 channels apart begin alike, modulo 16 bytes: each other 8 half a sector off where planes are odd.
-    static_assert(kRuns == 1 && CHANNELS % 8 == 0 && kWide % VECTOR == 0 && VECTOR % PIECE == 0, "lines of one run");
+    static_assert(CHANNELS % 8 == 0 && kWide % VECTOR == 0, "blocks of lines of one row phase");
+    constexpr int kPiece = gcd(2 * STRIDE_W, VECTOR);  // of a lane's outputs of two cells
     constexpr int kTurns = (kRun / kWide + 1 + 3) / 4;
     const int length = WHOLE ? kRun : min(kRun, p.w_out - ow0), own = lane / 4 % 2 * 4 + lane / 8;
     const ELEMENT_T* own_stage = stage + own * kStageLine;
@@ -367,9 +347,16 @@ template <bool WHOLE> __device__ __forceinline__ void store(
             #pragma unroll
             for (int n = 0; n < N_TILES; ++n)
                 #pragma unroll
-                for (int part = 0; part < kPieces; ++part)
-                    *reinterpret_cast<vector_t<PIECE>*>(line + (n * 8 + 2 * t) * STRIDE_W + part * PIECE) =
-                        piece_of(sum, (phase * CHANNELS + channel) / 8, n, part);
+                for (int first_of_piece = 0; first_of_piece < 2 * STRIDE_W; first_of_piece += kPiece) {
+                    vector_t<kPiece> piece;
+                    #pragma unroll
+                    for (int i = 0; i < kPiece; ++i) {
+                        const int output = first_of_piece + i;
+                        const int slot = slot_of((phase * CHANNELS + channel) / 8, output % STRIDE_W);
+                        piece.value[i] = narrow<ELEMENT_T>(sum[slot / 2][n][slot % 2 * 2 + output / STRIDE_W]);
+                    }
+                    *reinterpret_cast<vector_t<kPiece>*>(line + (n * 8 + 2 * t) * STRIDE_W + first_of_piece) = piece;
+                }
             __syncwarp();
             if (!kWholeChannels && first_out + channel + own >= OUT_CHANNELS) continue;
             #pragma unroll
@@ -387,69 +374,6 @@ template <bool WHOLE> __device__ __forceinline__ void store(
             }
         }
     }
-#elif STAGED
-    // A period of turns of 32 vectors covers whole lines: what a lane stores in one is what it stores in the next, lines on.
-    constexpr int kVectors = kRuns * kRun / VECTOR, kPadded = kVectors < 4 ? 4 : (kVectors + 3) / 4 * 4;
-    constexpr int kCommon = kPadded % 32 == 0 ? 32 : kPadded % 16 == 0 ? 16 : kPadded % 8 == 0 ? 8 : 4;
-    constexpr int kPeriod = kPadded / kCommon, kPeriodLines = 32 / kCommon;
-    ELEMENT_T* targets[kPeriod];
-    bool inside[kPeriod];
-    #pragma unroll
-    for (int i = 0; i < kPeriod; ++i) {
-        const int line0 = (i * 32 + lane) / kPadded, place = (i * 32 + lane) % kPadded * VECTOR;
-        const int run = place / kRun, column = place % kRun;
-        inside[i] = (WHOLE || ow0 + column < p.w_out) && (kPadded == kVectors || place < kVectors * VECTOR);
-        targets[i] = first + (static_cast<index_t>(run * STRIDE_H) * p.w_out + column);
-        if (kBlocksInPhases) targets[i] += line0 * out_pixels;
-    }
-    #pragma unroll
-    for (int block = 0; block < kLineBlocks; ++block) {
-        __syncwarp();
-        #pragma unroll
-        for (int n = 0; n < N_TILES; ++n)
-            #pragma unroll
-            for (int part = 0; part < kPieces; ++part)
-                *reinterpret_cast<vector_t<PIECE>*>(stage + g * kStageLine + (n * 8 + 2 * t) * STRIDE_W + part * PIECE) =
-                    piece_of(sum, block, n, part);
-        __syncwarp();
-        #pragma unroll
-        for (int i = 0; i < kPeriod; ++i) {
-            const int line0 = (i * 32 + lane) / kPadded, place = (i * 32 + lane) % kPadded * VECTOR;
-            #pragma unroll
-            for (int lines = 0; lines < 8; lines += kPeriodLines) {
-                // Where blocks do not cross row phases, what differs between lanes is in the targets already.
-                const int line = block * 8 + lines + line0, phase = (kBlocksInPhases ? block * 8 : line) / CHANNELS;
-                const int channel = (kBlocksInPhases ? block * 8 + lines : line) % CHANNELS;
-                const int out = first_out + (kBlocksInPhases ? channel + line0 : channel);
-                if (inside[i] && (kLines % 8 == 0 || line < kLines) && (kWholeChannels || out < OUT_CHANNELS) &&
-                    (WHOLE || oh0 + phase + place / kRun * STRIDE_H < p.h_out))
-                    *reinterpret_cast<vector_t<VECTOR>*>(
-                        targets[i] + (channel * out_pixels + static_cast<index_t>(phase) * p.w_out)) =
-                        *reinterpret_cast<const vector_t<VECTOR>*>(stage + (lines + line0) * kStageLine + place);
-            }
-        }
-    }
-#else
-    // A quad of lanes has whole sectors of a line.
-    #pragma unroll
-    for (int block = 0; block < kLineBlocks; ++block) {
-        const int line = block * 8 + g, phase = line / CHANNELS, channel = line % CHANNELS;
-        if ((kLines % 8 != 0 && line >= kLines) || (!kWholeChannels && first_out + channel >= OUT_CHANNELS)) continue;
-        ELEMENT_T* __restrict__ target =
-            first + (channel * out_pixels + static_cast<index_t>(phase) * p.w_out + 2 * t * STRIDE_W);
-        #pragma unroll
-        for (int n = 0; n < N_TILES; ++n) {
-            const int row = n / kRunTiles * STRIDE_H, column = n % kRunTiles * 8 * STRIDE_W;
-            if (!WHOLE && oh0 + phase + row >= p.h_out) continue;
-            #pragma unroll
-            for (int part = 0; part < kPieces; ++part)
-                if (WHOLE || ow0 + 2 * t * STRIDE_W + column + part * PIECE < p.w_out)
-                    *reinterpret_cast<vector_t<PIECE>*>(
-                        target + (static_cast<index_t>(row) * p.w_out + column + part * PIECE)) =
-                        piece_of(sum, block, n, part);
-        }
-    }
-#endif
 #endif
 }
 
@@ -549,7 +473,7 @@ direct_forward_mma_kernel(const __grid_constant__ direct_forward_mma_params p) {
                     multiply(sum, cells + offsets[step * 8 + t], cells + offsets[step * 8 + t + 4], weights,
                              kStepTiles[step]);
 #endif
-                if (oh0 + (kRuns - 1) * STRIDE_H + ROW_PHASES <= p.h_out && ow0 + kRun <= p.w_out)
+                if (oh0 + ROW_PHASES <= p.h_out && ow0 + kRun <= p.w_out)
                     store<true>(p, sum, stage, image, gi, first_group, first_out, oh0, ow0);
                 else
                     store<false>(p, sum, stage, image, gi, first_group, first_out, oh0, ow0);

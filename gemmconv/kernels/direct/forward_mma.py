@@ -31,7 +31,6 @@ _OTHER_REGISTERS = 41  # of a thread, beside those of sums
 _MOST_UNROLLED = 256  # products
 _ACCUMULATORS = 12  # of tiles of 16 x 8 that a warp has registers for
 _SECTOR_BYTES = 32
-_SHIFTED_BYTES = 320  # of a line: the H200 is 7 to 12% faster from here on, 7 to 14% slower with 256 and less
 _ROW_TILES = 4  # across, where the image has as many: whole sectors of its rows
 _SHIFT_BASE = 1 << 12
 _MOST_WEIGHTS = 1 << 18  # of a group
@@ -55,10 +54,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Tile:
-    """The work of a block of csrc/direct/forward_mma.cu; see its header.
-
-    ``staged`` says whether outputs are turned round in shared memory: where the lanes' own do not make whole sectors.
-    """
+    """The work of a block of csrc/direct/forward_mma.cu; see its header."""
 
     problem: Problem
     itemsize: int
@@ -70,7 +66,6 @@ class Tile:
     warps_m: int = 1
     warps_n: int = _WARPS
     row_tiles: int = 1  # of 8 cells, across
-    staged: bool = True
     spec: DeviceSpec = REFERENCE
 
     @property
@@ -162,26 +157,11 @@ class Tile:
 
     @property
     def vector(self) -> int:
-        """Outputs that a lane stores at once from the stage."""
+        """Outputs that a lane stores at once from the stage, in NCHW at the ends of lines."""
         p, most = self.problem, 16 // self.itemsize
         if self.channels_last:
             return math.gcd(most, self.groups * self.channels, self.groups * p.group_out_channels)
         return math.gcd(most, 8 * p.stride[1], p.output_size[1])
-
-    @property
-    def shifted(self) -> bool:
-        """Whether long lines are stored by 16 bytes, but for their ends, where rows do not begin at such; NCHW.
-
-        A warp has one line of each channel then, in whole eights of channels.
-        """
-        line_bytes = 8 * self.n_tiles * self.problem.stride[1] * self.itemsize
-        long_lines = self.n_tiles <= self.row_tiles and line_bytes >= _SHIFTED_BYTES and self.channels % 8 == 0
-        return self.staged and not self.channels_last and self.vector * self.itemsize < 16 and long_lines
-
-    @property
-    def piece(self) -> int:
-        """Outputs that a lane has as neighbours and writes at once."""
-        return math.gcd(16 // self.itemsize, 2 * self.problem.stride[1], self.vector if self.shifted else 0)
 
     @property
     def stage_bytes(self) -> int:
@@ -191,11 +171,9 @@ class Tile:
         def padded(size: int) -> int:
             return (-(-size // 16) | 1) * 16
 
-        if not self.staged:
-            return 0
         if self.channels_last:
             return padded(self.row_phases * run * padded(self.groups * self.channels * self.itemsize))
-        return padded(8 * padded(run * self.itemsize + _SECTOR_BYTES * self.shifted))
+        return padded(8 * padded(run * self.itemsize + _SECTOR_BYTES))
 
     @property
     def patch_words(self) -> int:
@@ -260,8 +238,7 @@ class Tile:
     def _costs(self) -> tuple[float, float, float]:
         """The costs of a tile: cycles of a block alone, busy cycles, and cycles of memory traffic."""
         steps, turns = sum(map(len, self.turns)), len(self.turns) * self.groups
-        turned_store = _COST.channels_last_turning_factor if self.channels_last else _COST.turning_factor
-        store = _COST.n_tile_instructions * (turned_store if self.staged else 1)
+        store = _COST.channels_last_n_tile_instructions if self.channels_last else _COST.n_tile_instructions
         outputs = len(self.m_tile_lines) * (_COST.m_tile_instructions + self.n_tiles * store)
         rounding = _COST.rounding_instructions * self.n_tiles if self.itemsize == 4 else 0
         a_step = (0 if self.unrolled else _COST.step_instructions) + _COST.n_tile_step_instructions * self.n_tiles
@@ -285,7 +262,7 @@ class Tile:
         warps = self.threads / 32
         issuing = min(_COST.issue_share, _COST.warp_issue_share * self.blocks_resident * warps)
         busy = issued * warps / (4 * issuing)
-        wavefronts = self.groups * (2 * steps * self.n_tiles + 4 * self.pairs) + turns * outputs / 2 * self.staged
+        wavefronts = self.groups * (2 * steps * self.n_tiles + 4 * self.pairs) + turns * outputs / 2
         busy = max(busy, _COST.wavefront_cycles * wavefronts * warps)
         if not self.spec.is_hopper:  # whose tensor cores are never what takes longest here
             per_clock = (self.spec.half if self.itemsize == 2 else self.spec.tf32) / self.spec.cycles
@@ -300,7 +277,7 @@ class Tile:
         if self.channels_last:
             stored *= 1 + _COST.apart_bytes / (channels * self.itemsize)
         else:
-            stored *= 1 + _COST.run_bytes / (self.size[1] * self.problem.stride[1] * self.itemsize) + self.staged
+            stored *= 2 + _COST.run_bytes / (self.size[1] * self.problem.stride[1] * self.itemsize)
         moved = (_COST.load_factor * loaded + stored) * self.itemsize / (_COST.bytes_a_cycle * self.spec.bytes_ratio)
         return alone, busy, moved
 
@@ -326,17 +303,17 @@ def tiles_of(problem: Problem, itemsize: int, channels_last: bool, spec: DeviceS
         return
     p, channels_out = problem, problem.group_out_channels
     row_tiles = power_of_two(-(-cells_of(p)[1] // 8))  # of 8 cells, that a row of an image fills
-    staged = channels_last or math.gcd(8 * p.stride[1], p.output_size[1]) * itemsize % _SECTOR_BYTES != 0
+    most_channels = channels_out if channels_last else up_to_multiple(channels_out, 8)
     for groups, channels in itertools.product(
         _neighbours(p, itemsize) if channels_last else (1,),
-        {channels_out, *(c for c in (16, 32, 48, 64) if c < channels_out)},
+        {most_channels, *(c for c in (16, 32, 48, 64) if c < channels_out)},
     ):
         if groups > 1 and channels != channels_out:
             continue
         warps_m = min(4, power_of_two(-(-channels_out // channels)))
         for row_phases, n_tiles in itertools.product({1, p.stride[0]}, (8, 4, 2, 1)):
             shape = row_phases, channels, n_tiles, groups, warps_m
-            tile = Tile(p, itemsize, channels_last, *shape, staged=staged, spec=spec)
+            tile = Tile(p, itemsize, channels_last, *shape, spec=spec)
             if tile.sets > MAX_GRID_Y or tile.m_tiles > _MOST_M_TILES or sum(map(len, tile.turns)) > _MOST_STEPS:
                 continue
             if len(tile.used_tiles) * n_tiles > _ACCUMULATORS:
@@ -344,7 +321,7 @@ def tiles_of(problem: Problem, itemsize: int, channels_last: bool, spec: DeviceS
             for warps in (_WARPS, _WARPS // 2):
                 warps_n = max(1, warps // warps_m)
                 widest = warps_n * n_tiles
-                narrowest = min(_ROW_TILES, widest, row_tiles)
+                narrowest = max(n_tiles, min(_ROW_TILES, widest, row_tiles))
                 for i in range(narrowest.bit_length() - 1, widest.bit_length()):
                     shaped = replace(tile, warps_n=warps_n, row_tiles=1 << i)
                     if shaped.shared_bytes <= LEAST_SHARED_BYTES:
@@ -431,7 +408,7 @@ def forward_macros(tile: Tile, dtype: torch.dtype) -> Macros:
         **named_macros(tile, "words pixel_pitch row_phases channels groups n_tiles warps_m warps_n"),
         "TILE_H": tile.size[0],
         "TILE_W": tile.size[1],
-        **named_macros(tile, "staged vector piece shifted copied unrolled pixels lead unroll"),
+        **named_macros(tile, "vector copied unrolled pixels lead unroll"),
         "MIN_BLOCKS": tile.blocks_resident,
         "SHARED_BYTES": tile.shared_bytes,
         "SHIFT_BASE": _SHIFT_BASE,
