@@ -91,6 +91,7 @@ def holds(condition, tile):
 
 # By name, conditions of tiles, of which runs take the best.
 PATHS = {
+    "neighbouring_groups": "groups > 1",
     "shifted_row_phases": "row_phases > 1",
     "shifted_by_single_outputs": "vector == 1",
     "shifted_by_several_outputs": "vector > 1",
@@ -336,7 +337,7 @@ MMA_RUNS = [
     for layout, half in zip(FORMATS, (torch.float16, torch.bfloat16)[:: (-1) ** i], strict=True)
     for dtype in (half, torch.float32)
 ]
-some_are_slow(MMA_RUNS, 4, lambda run: run.layout == "channels_last" and run.case.groups == 8)
+some_are_slow(MMA_RUNS, 4)
 # Few blocks: each goes over many tiles and images, and loads one tile while it computes the one before it.
 MMA_RUNS += [
     replace(run, multiprocessors=multiprocessors)
@@ -344,6 +345,10 @@ MMA_RUNS += [
     for multiprocessors in ((0, 1) if run.case in TILED_CASES else (0,))
 ]
 SLOW |= {run for run in MMA_RUNS if replace(run, multiprocessors=None) in SLOW}
+MMA_RUNS += [
+    Run("forward_mma", TILED_CASES[8], dtype, "channels_last", multiprocessors=1, choice="neighbouring_groups")
+    for dtype in (torch.float32, torch.float16)
+]
 # Long lines of outputs that do not begin at 16 bytes.
 MMA_RUNS += [
     Run("forward_mma", case, dtype, multiprocessors=multiprocessors, choice=choice)
@@ -1115,7 +1120,7 @@ TILE_PATHS = {
         ci_warps == 1; ci_warps == 2; ci_warps == 4
     """),
     "forward_mma": (MMA_RUNS, """
-        unrolled; groups > 1; len(turns) > 1; channels % 16 == 0; warps_m > 1; copied
+        unrolled; len(turns) > 1; channels % 16 == 0; warps_m > 1; copied
         channels_last; copied and not channels_last; channels_last and words * 4 > problem.gemm_k * itemsize
     """),
     "gemm_mma": (GEMM_MMA_RUNS, """

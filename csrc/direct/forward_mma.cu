@@ -27,14 +27,13 @@
  * are loaded together; divides the input's width in NCHW, 1 in channels_last), LEAD (columns of the patch before the first,
  * for that); WORDS (of a pixel's channels of a group: 1, 2, 4 or a multiple of 8), PIXEL_PITCH (words); ROW_PHASES,
  * CHANNELS, GROUPS, N_TILES, WARPS_M, WARPS_N, TILE_H, TILE_W; VECTOR (outputs that a lane stores at once, in NCHW at the
- * ends of lines); UNROLL (of the packing), UNROLLED (steps); MIN_BLOCKS (blocks that a multiprocessor must have registers for), SHARED_BYTES,
- * INDEX_64.
+ * ends of lines); UNROLLED (steps); MIN_BLOCKS (blocks that a multiprocessor must have registers for), SHARED_BYTES, INDEX_64.
  *
  * Tables, as initialisers: STEP_BEGIN (first step of each turn of row phases, and the number of steps), STEP_SHIFTS (for
  * each WORDS of a step's words shift_h * SHIFT_BASE + shift_w from the least ones, or -1), STEP_WORD (first word of the
  * channels), STEP_TURN, STEP_TILES (bits of the M tiles it is for), PAIR_BEGIN (first pair of each turn), PAIR_STEP and
  * PAIR_TILE (the pairs of a step and an M tile, in order). STEPS, PAIRS, USED_TILES (bits of the M tiles that any step is
- * for), EVERY_TILE (whether each step is for all of those). Chosen by gemmconv/kernels/direct/forward_mma.py.
+ * for). Chosen by gemmconv/kernels/direct/forward_mma.py.
  */
 #include "ptx/cp_async.cuh"
 #include "numeric/index.cuh"
@@ -214,9 +213,10 @@ __device__ __forceinline__ void pack_patch(const direct_forward_mma_params& p, u
     // Lanes go along pixels, or four quads of each, so that they load whole sectors and store to different banks.
     constexpr int kNext = kQuads % 4 == 0 ? 4 : 1;
     constexpr int kTurns = (kSpots * kQuads + kThreads - 1) / kThreads;
+    constexpr int kUnroll = 32 / (PIXELS * kQuad);  // turns whose loads are in flight together
     const index_t in_pixels = static_cast<index_t>(p.h_in) * p.w_in, channels = static_cast<index_t>(p.groups) * IN_CHANNELS;
     const ELEMENT_T* source = p.input + (origin.image * static_cast<long long>(channels) + group * IN_CHANNELS) * in_pixels;
-    #pragma unroll UNROLL
+    #pragma unroll kUnroll
     for (int turn = 0; turn < kTurns; ++turn) {
         const int i = turn * kThreads + threadIdx.x;
         if (kSpots * kQuads % kThreads != 0 && i >= kSpots * kQuads) break;
@@ -267,7 +267,7 @@ __device__ __forceinline__ void multiply(
     #pragma unroll
     for (int m = 0; m < kMTiles; ++m) {
         if (!(USED_TILES >> m & 1)) continue;  // whose phases have no tap at all
-        if (!EVERY_TILE && !(tiles >> m & 1)) continue;
+        if (!(tiles >> m & 1)) continue;
         const a_words_t a = *weights;
         weights += 32;
         #pragma unroll

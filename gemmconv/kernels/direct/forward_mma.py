@@ -141,11 +141,6 @@ class Tile:
         return height, up_to_multiple(width + self.lead, self.pixels)
 
     @property
-    def unroll(self) -> int:
-        """Turns of the staging whose loads are in flight together."""
-        return max(1, min(self.stage_turns, 32 // (self.pixels * min(4, self.words))))
-
-    @property
     def stage_turns(self) -> int:
         """Times that a thread loads for a patch."""
         return -(-math.prod(self.patch) // self.pixels * -(-self.words // 4) // self.threads)
@@ -304,11 +299,8 @@ def tiles_of(problem: Problem, itemsize: int, channels_last: bool, spec: DeviceS
     p, channels_out = problem, problem.group_out_channels
     row_tiles = power_of_two(-(-cells_of(p)[1] // 8))  # of 8 cells, that a row of an image fills
     most_channels = channels_out if channels_last else up_to_multiple(channels_out, 8)
-    for groups, channels in itertools.product(
-        _neighbours(p, itemsize) if channels_last else (1,),
-        {most_channels, *(c for c in (16, 32, 48, 64) if c < channels_out)},
-    ):
-        if groups > 1 and channels != channels_out:
+    for groups, channels in itertools.product((1, 2, 4, 8), {most_channels, min(16, most_channels)}):
+        if p.groups % groups or (groups > 1 and (not channels_last or channels < channels_out)):
             continue
         warps_m = min(4, power_of_two(-(-channels_out // channels)))
         for row_phases, n_tiles in itertools.product({1, p.stride[0]}, (8, 4, 2, 1)):
@@ -376,14 +368,6 @@ def _steps(
             yield from (Step((*shifts, *padding), word, m_tiles) for word in range(0, words, 8))
 
 
-def _neighbours(problem: Problem, itemsize: int) -> list[int]:
-    """Numbers of neighbouring groups that a block may own in channels_last: enough for whole sectors, or more."""
-    least, pixel_bytes = 1, problem.group_out_channels * itemsize
-    while problem.groups % (2 * least) == 0 and least * pixel_bytes < _SECTOR_BYTES:
-        least *= 2
-    return [least * factor for factor in (1, 2, 4) if problem.groups % (least * factor) == 0]
-
-
 def forward_macros(tile: Tile, dtype: torch.dtype) -> Macros:
     """Macros that specialise csrc/direct/forward_mma.cu."""
     p = tile.problem
@@ -408,12 +392,11 @@ def forward_macros(tile: Tile, dtype: torch.dtype) -> Macros:
         **named_macros(tile, "words pixel_pitch row_phases channels groups n_tiles warps_m warps_n"),
         "TILE_H": tile.size[0],
         "TILE_W": tile.size[1],
-        **named_macros(tile, "vector copied unrolled pixels lead unroll"),
+        **named_macros(tile, "vector copied unrolled pixels lead"),
         "MIN_BLOCKS": tile.blocks_resident,
         "SHARED_BYTES": tile.shared_bytes,
         "SHIFT_BASE": _SHIFT_BASE,
         "USED_TILES": sum(1 << m for m in tile.used_tiles),
-        "EVERY_TILE": int(all(len(step.m_tiles) == len(tile.used_tiles) for step in steps)),
         "STEPS": len(steps),
         "PAIRS": len(pairs),
         "STEP_BEGIN": table(begins),
