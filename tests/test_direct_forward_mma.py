@@ -146,27 +146,21 @@ def test_loads_and_stores_are_aligned(tile):
     assert (tile.size[1] * 3 + tile.reach[1][0] - tile.lead) % tile.pixels == 0
     assert tile.patch[1] % tile.pixels == 0
     # Stores.
-    assert most % tile.piece == most % tile.vector == 0
-    assert 2 * p.stride[1] % tile.piece == 0
+    assert most % tile.vector == 0
     if tile.channels_last:
-        assert tile.staged
         assert p.out_channels % tile.vector == 0  # from pixel to pixel
         assert tile.groups * tile.channels % tile.vector == 0  # from block to block
         assert p.out_channels // p.groups * tile.groups % tile.vector == 0  # at the end of the channels
-    elif tile.staged:
+    else:
         assert width % tile.vector == 0
         assert 8 * p.stride[1] % tile.vector == 0
-        if tile.shifted:
-            assert tile.vector % tile.piece == 0  # lines begin at any multiple of it
-    else:
-        assert width % tile.piece == 0
 
 
 @each_tile
 def test_shared_memory_is_aligned_and_free_of_bank_conflicts(tile):
     assert tile.words * 4 >= tile.problem.gemm_k * tile.itemsize
     assert tile.words in (1, 2, 4) or tile.words % 8 == 0
-    assert tile.patch_words % 4 == tile.landing_words % 4 == tile.stage_bytes % VECTOR_BYTES == 0
+    assert tile.patch_words % 4 == tile.stage_bytes % VECTOR_BYTES == 0
     assert tile.pixel_pitch >= tile.groups * tile.words
     if tile.pixel_pitch > 4:
         assert len({(pixel * tile.pixel_pitch + word) % 32 for pixel in range(8) for word in range(4)}) == 32
@@ -184,6 +178,13 @@ def test_tile_of_is_one_of_the_tiles(case):
 def test_tile_of_declines_depthwise_layers_and_too_many_weights():
     assert tile_of(Problem(2, 16, 16, 16, (32, 32), (3, 3)), 2, False) is None
     assert tile_of(Problem(2, 512, 512, 1, (32, 32), (3, 3)), 2, False) is None
+
+
+def test_tile_of_declines_pixels_of_half_words():
+    odd = Problem(2, 3, 16, 1, (32, 32), (3, 3))
+    assert tile_of(odd, 2, True) is None
+    assert tile_of(odd, 2, False) is not None
+    assert tile_of(odd, 4, True) is not None
 
 
 def test_tile_of_declines_more_sets_of_weights_than_a_grid_axis_holds():

@@ -91,11 +91,12 @@ def holds(condition, tile):
 
 # By name, conditions of tiles, of which runs take the best.
 PATHS = {
-    "shifted_row_phases": "shifted and row_phases > 1",
-    "shifted_by_single_outputs": "shifted and vector == 1",
-    "shifted_by_several_outputs": "shifted and vector > 1",
-    "shifted_by_four_outputs": "shifted and vector == 4",
-    "shifted_of_part_of_the_channels": "shifted and problem.out_channels // problem.groups % (warps_m * channels) != 0",
+    "neighbouring_groups": "groups > 1",
+    "shifted_row_phases": "row_phases > 1",
+    "shifted_by_single_outputs": "vector == 1",
+    "shifted_by_several_outputs": "vector > 1",
+    "shifted_by_four_outputs": "vector == 4",
+    "shifted_of_part_of_the_channels": "problem.out_channels // problem.groups % (warps_m * channels) != 0",
 }
 FUSED_PATHS = {
     "cells_of_several_inputs": "unit > (1, 1)",
@@ -323,9 +324,15 @@ def runs_of(operation, *layouts, more=()):
     return runs
 
 
-# Each case as float32, and as one type of 16 bits in one format and as the other in the other.
+def declined(case, dtype):
+    """Whether direct/forward_mma declines pixels of half words in channels_last."""
+    return dtype.itemsize == 2 and case.in_channels // case.groups % 2 == 1
+
+
+# Each case as float32, and as one type of 16 bits in one format and as the other in the other, but where
+# that is declined.
 MMA_RUNS = [
-    Run("forward_mma", case, dtype, layout)
+    Run("forward_mma", case, dtype, "contiguous" if declined(case, dtype) else layout)
     for i, case in enumerate((*CASES, *TILED_CASES))
     for layout, half in zip(FORMATS, (torch.float16, torch.bfloat16)[:: (-1) ** i], strict=True)
     for dtype in (half, torch.float32)
@@ -338,6 +345,10 @@ MMA_RUNS += [
     for multiprocessors in ((0, 1) if run.case in TILED_CASES else (0,))
 ]
 SLOW |= {run for run in MMA_RUNS if replace(run, multiprocessors=None) in SLOW}
+MMA_RUNS += [
+    Run("forward_mma", TILED_CASES[8], dtype, "channels_last", multiprocessors=1, choice="neighbouring_groups")
+    for dtype in (torch.float32, torch.float16)
+]
 # Long lines of outputs that do not begin at 16 bytes.
 MMA_RUNS += [
     Run("forward_mma", case, dtype, multiprocessors=multiprocessors, choice=choice)
@@ -1109,9 +1120,8 @@ TILE_PATHS = {
         ci_warps == 1; ci_warps == 2; ci_warps == 4
     """),
     "forward_mma": (MMA_RUNS, """
-        unrolled; groups > 1; len(turns) > 1; shifted; staged; channels % 16 == 0; warps_m > 1; loading == 1
-        channels_last and loading == 0; channels_last and loading == 2; not channels_last and loading == 0
-        not channels_last and loading == 2
+        unrolled; len(turns) > 1; channels % 16 == 0; warps_m > 1; copied
+        channels_last; copied and not channels_last; channels_last and words * 4 > problem.gemm_k * itemsize
     """),
     "gemm_mma": (GEMM_MMA_RUNS, """
         splits > 1; phases > 1; units == 2; cells[1] > 1; warps[0] == 1; warps[1] == 1; tiles[1] == 8
@@ -1420,7 +1430,6 @@ EDITS = {
         "mma_no_barrier_after_packing":
             (replace(MMA, dtype=torch.float16), r"(pack_patch\([^;]*;\s*)__syncthreads\(\);", r"\1"),
         "mma_no_wait_for_copies": (MMA, r"wait_for_copies\(\)", "0"),
-        "mma_no_wait_for_turned_copies": (replace(MMA, dtype=torch.float16), r"wait_for_copies\(\)", "0"),
         "mma_no_warp_barrier": (replace(MMA, layout="channels_last"), r"__syncwarp\(\);", ""),
         "mma_line_not_shifted": (SHIFTED, r"(line = stage \+ \(g \* kStageLine) \+ [^;]*;", r"\1);"),
         "mma_beginning_of_a_shifted_line":
@@ -1428,10 +1437,10 @@ EDITS = {
         "mma_no_barrier_before_a_shifted_line":
             (SHIFTED, r"(target \+= 8 \* out_pixels\) \{\s*)__syncwarp\(\);", r"\1"),
         "mma_no_barrier_behind_a_shifted_line":
-            (SHIFTED, r"(\(phase \* CHANNELS \+ channel\) / 8, n, part\);\s*)__syncwarp\(\);", r"\1"),
+            (SHIFTED, r"(= piece;\s*\}\s*)__syncwarp\(\);", r"\1"),
         "mma_end_of_a_shifted_line": (SHIFTED, r"tail \+ rest < end", "tail + rest + VECTOR < end"),
         "mma_misaligned_copy":
-            (MMA, r"target \+ channel \* kPlane \+ pixel", "target + channel * kPlane + pixel + 1",
+            (MMA, r"patch \+ channel \* kPlane \+ pixel", "patch + channel * kPlane + pixel + 1",
              "a misaligned copy of 16 bytes"),
     },
     "pipeline/implicit_gemm.cuh": {

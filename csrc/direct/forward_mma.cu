@@ -15,30 +15,29 @@
  * A block owns, of GROUPS neighbouring groups, WARPS_M * CHANNELS output channels, and goes over its share of the
  * tiles of TILE_H x TILE_W cells of all images. Once, it lays the weights out as the words that the lanes of a warp
  * load. For each tile it stages the patch as words [row, column, group, word of channels] and computes ROW_PHASES row
- * phases at a time. A warp owns CHANNELS channels and N_TILES x 8 cells of it, for GROUPS groups in turn, so that it has
- * whole stretches of output rows, which it turns round in shared memory and stores VECTOR neighbours a lane; where long
- * ones do not begin at 16 bytes (SHIFTED), all but their ends by 16 bytes.
+ * phases at a time. A warp owns CHANNELS channels and N_TILES x 8 cells of a row of it, for GROUPS groups in turn, so that it
+ * has a stretch of each output row, which it turns round in shared memory. In NCHW it stores 16 bytes a lane, but for the ends
+ * of a stretch, which need not begin at such; in channels_last VECTOR channels.
  *
  * Values that a zero weight meets must be finite: where an input is infinite or NaN, so may be outputs of other phases
  * of cells next to it. (cuDNN's transforms do the same.)
  *
  * Macros: ELEMENT_T; KERNEL_, STRIDE_, PADDING_, DILATION_ with H and W; IN_CHANNELS, OUT_CHANNELS (of a group);
- * CHANNELS_LAST; FIRST_H, FIRST_W (least shifts), HALO_H, HALO_W (largest minus least); LOADING; PIXELS (of the patch that
+ * CHANNELS_LAST; FIRST_H, FIRST_W (least shifts), HALO_H, HALO_W (largest minus least); COPIED; PIXELS (of the patch that
  * are loaded together; divides the input's width in NCHW, 1 in channels_last), LEAD (columns of the patch before the first,
  * for that); WORDS (of a pixel's channels of a group: 1, 2, 4 or a multiple of 8), PIXEL_PITCH (words); ROW_PHASES,
- * CHANNELS, GROUPS, N_TILES, WARPS_M, WARPS_N, TILE_H, TILE_W; STAGED (whether outputs are turned round), VECTOR (outputs
- * that a lane stores then, SHIFTED at the ends of lines), PIECE (outputs that it writes before, or without), SHIFTED; UNROLL
- * (of the packing), UNROLLED (steps); MIN_BLOCKS (blocks that a multiprocessor must have registers for), SHARED_BYTES,
- * INDEX_64.
+ * CHANNELS, GROUPS, N_TILES, WARPS_M, WARPS_N, TILE_H, TILE_W; VECTOR (outputs that a lane stores at once, in NCHW at the
+ * ends of lines); UNROLLED (steps); MIN_BLOCKS (blocks that a multiprocessor must have registers for), SHARED_BYTES, INDEX_64.
  *
  * Tables, as initialisers: STEP_BEGIN (first step of each turn of row phases, and the number of steps), STEP_SHIFTS (for
  * each WORDS of a step's words shift_h * SHIFT_BASE + shift_w from the least ones, or -1), STEP_WORD (first word of the
  * channels), STEP_TURN, STEP_TILES (bits of the M tiles it is for), PAIR_BEGIN (first pair of each turn), PAIR_STEP and
  * PAIR_TILE (the pairs of a step and an M tile, in order). STEPS, PAIRS, USED_TILES (bits of the M tiles that any step is
- * for), EVERY_TILE (whether each step is for all of those). Chosen by gemmconv/kernels/direct/forward_mma.py.
+ * for). Chosen by gemmconv/kernels/direct/forward_mma.py.
  */
 #include "ptx/cp_async.cuh"
 #include "numeric/index.cuh"
+#include "numeric/integers.cuh"
 #include "ptx/mma.cuh"
 #include "numeric/vector.cuh"
 
@@ -70,17 +69,12 @@ constexpr int kPatchH = TILE_H + HALO_H, kPatchW = (LEAD + TILE_W + HALO_W + PIX
 constexpr int kPatchPixels = kPatchH * kPatchW;
 
 /* How the patch comes. Word `word` of pixel `pixel` of a group lies at pixel * kPixelPitch + word * kWordPitch.
- *   SYNCHRONOUS  loaded, packed into words and stored: [pixels][groups][words]
- *   TURNED       copied as it lies in NCHW, [channels][pixels], while the tile before is computed; then packed into words
- *   COPIED       copied as it is used, into two patches in turn: [pixels][groups][words] in channels_last,
- *                [channels][pixels] in NCHW where an element is a word; rounded when it is loaded from there
+ *   COPIED      as it is used, into two patches in turn, while the tile before is computed: [pixels][groups][words] in
+ *               channels_last, [channels][pixels] in NCHW where an element is a word; rounded when it is loaded from there
+ *   not COPIED  loaded, packed into words and stored: [pixels][words]; 16-bit elements in NCHW
  */
-#define SYNCHRONOUS 0
-#define TURNED 1
-#define COPIED 2
-constexpr bool kPlanar = LOADING == COPIED && !CHANNELS_LAST;
-/* Elements of a plane in shared memory: whole vectors, and 4 planes in different banks. */
-constexpr int kPlane = kPlanar ? (kPatchPixels + 7) / 16 * 16 + 8 : (kPatchPixels + 7) / 8 * 8;
+constexpr bool kPlanar = COPIED && !CHANNELS_LAST;
+constexpr int kPlane = (kPatchPixels + 7) / 16 * 16 + 8;  // words: whole vectors, and 4 planes in different banks
 constexpr int kPixelPitch = kPlanar ? 1 : PIXEL_PITCH, kWordPitch = kPlanar ? kPlane : 1;
 constexpr int kElements = words::kElements;  // of a word
 
@@ -95,32 +89,23 @@ __constant__ constexpr int kPairStep[] = PAIR_STEP;
 __constant__ constexpr int kPairTile[] = PAIR_TILE;
 constexpr int kPairs = PAIRS, kSteps = STEPS;
 
-// A warp's outputs are runs of neighbouring cells, each in one row.
 constexpr int kRowTiles = TILE_W / 8;
-constexpr int kRunTiles = N_TILES < kRowTiles ? N_TILES : kRowTiles;
-constexpr int kRuns = N_TILES / kRunTiles;
-constexpr int kRun = kRunTiles * 8 * STRIDE_W;  // outputs
-static_assert(N_TILES % kRunTiles == 0 && kRowTiles % kRunTiles == 0, "runs neither cross rows nor leave a rest");
+constexpr int kRun = N_TILES * 8 * STRIDE_W;  // outputs of a warp in a row
+static_assert(kRowTiles % N_TILES == 0, "a warp's cells are in one row");
 static_assert(WARPS_N * N_TILES == TILE_H * kRowTiles, "the warps share the cells");
 
-// A lane has kPieces * PIECE neighbouring outputs of a line: all column phases of two cells.
-[[maybe_unused]] constexpr int kPieces = 2 * STRIDE_W / PIECE;
+// Stage of a warp. NCHW: [8 lines][kRun], with room for a sector more in each line. Channels last:
+// [ROW_PHASES][kRun][GROUPS][CHANNELS].
+constexpr int kStageLine = padded(CHANNELS_LAST ? GROUPS * CHANNELS : kRun + 2 * kWide);
+constexpr int kStageElements = padded(kStageLine * (CHANNELS_LAST ? ROW_PHASES * kRun : 8));
 
-// Stage of a warp. NCHW: [8 lines][kRuns][kRun], with room for a sector more in each line where it is SHIFTED. Channels last:
-// [ROW_PHASES][kRuns][kRun][GROUPS][CHANNELS].
-constexpr int kStageLine = padded(CHANNELS_LAST ? GROUPS * CHANNELS : kRuns * kRun + SHIFTED * 2 * kWide);
-constexpr int kStageElements =
-    !STAGED ? 0 : padded(kStageLine * (CHANNELS_LAST ? ROW_PHASES * kRuns * kRun : 8));
-
-// Shared memory: fragments [GROUPS][WARPS_M][kPairs][32 lanes], patch, landing (of what is copied: the second patch, or the
-// channels' planes), offsets [kSteps][8], biases [GROUPS][WARPS_M][kLineBlocks * 8], stages [kWarps].
+// Shared memory: fragments [GROUPS][WARPS_M][kPairs][32 lanes], patches (two where they are copied), offsets [kSteps][8], biases [GROUPS][WARPS_M][kLineBlocks * 8], stages [kWarps].
 constexpr int kFragments = GROUPS * WARPS_M * kPairs * 32;
 constexpr int kPatchWords = kPlanar ? GROUPS * WORDS * kPlane : (kPatchPixels * PIXEL_PITCH + 3) / 4 * 4;
-constexpr int kLandingWords =
-    LOADING == TURNED ? GROUPS * IN_CHANNELS * kPlane / kElements : LOADING == COPIED ? kPatchWords : 0;
+constexpr int kPatches = COPIED ? 2 : 1;
 constexpr int kOffsets = (kSteps * 8 + 3) / 4 * 4;
 constexpr int kBiases = GROUPS * WARPS_M * kLineBlocks * 8;
-static_assert(kFragments * 16 + (kPatchWords + kLandingWords + kOffsets + kBiases) * 4 +
+static_assert(kFragments * 16 + (kPatches * kPatchWords + kOffsets + kBiases) * 4 +
               kWarps * kStageElements * static_cast<int>(sizeof(ELEMENT_T)) <= SHARED_BYTES,
               "the tile does not fit the shared memory of the launch");
 extern __shared__ __align__(16) unsigned char shared[];
@@ -189,84 +174,62 @@ __device__ __forceinline__ void stage_weights(
 /* Where a block's patch begins in the input. */
 struct origin_t { int image, row, column; };
 
+#if COPIED
 /* Begin to copy a patch, zero outside the image and beyond the last channel. */
-__device__ __forceinline__ void fetch_patch(const direct_forward_mma_params& p, unsigned* landing, int first_group, origin_t origin) {
+__device__ __forceinline__ void fetch_patch(const direct_forward_mma_params& p, unsigned* patch, int first_group, origin_t origin) {
     const index_t in_pixels = static_cast<index_t>(p.h_in) * p.w_in, channels = static_cast<index_t>(p.groups) * IN_CHANNELS;
     const ELEMENT_T* source = p.input + origin.image * static_cast<long long>(in_pixels) * channels;
 #if CHANNELS_LAST
-    constexpr int kChunk = GROUPS * WORDS % 4 == 0 ? 4 : GROUPS * WORDS % 2 == 0 ? 2 : 1;  // words
-    constexpr int kChunks = GROUPS * WORDS / kChunk;
+    constexpr int kGroupWords = IN_CHANNELS / kElements, kChunk = gcd(4, kGroupWords), kChunks = WORDS / kChunk;
     source += first_group * IN_CHANNELS;
     #pragma unroll 4
-    for (int i = threadIdx.x; i < kPatchPixels * kChunks; i += kThreads) {
-        const int pixel = i / kChunks, word = i % kChunks * kChunk;
+    for (int i = threadIdx.x; i < kPatchPixels * GROUPS * kChunks; i += kThreads) {
+        const int pixel = i / (GROUPS * kChunks), group = i / kChunks % GROUPS, word = i % kChunks * kChunk;
         const int ih = origin.row + pixel / kPatchW, iw = origin.column + pixel % kPatchW;
-        const bool inside = static_cast<unsigned>(ih) < p.h_in && static_cast<unsigned>(iw) < p.w_in;
-        const index_t place = (static_cast<index_t>(ih) * p.w_in + iw) * channels + word * kElements;
-        cp_async<kChunk * 4>(landing + pixel * PIXEL_PITCH + word, source + (inside ? place : 0), inside);
+        const bool inside = static_cast<unsigned>(ih) < p.h_in && static_cast<unsigned>(iw) < p.w_in && word < kGroupWords;
+        const index_t place = (static_cast<index_t>(ih) * p.w_in + iw) * channels + group * IN_CHANNELS + word * kElements;
+        cp_async<kChunk * 4>(patch + pixel * PIXEL_PITCH + group * WORDS + word, source + (inside ? place : 0), inside);
     }
 #else
-    // Where elements are words, the words beyond a group's channels are copied too, as zeros.
-    constexpr int kSpots = kPatchPixels / PIXELS, kGroupChannels = kPlanar ? WORDS : IN_CHANNELS;
-    ELEMENT_T* target = reinterpret_cast<ELEMENT_T*>(landing);
+    constexpr int kSpots = kPatchPixels / PIXELS;
     source += static_cast<index_t>(first_group) * IN_CHANNELS * in_pixels;
     #pragma unroll 4
-    for (int i = threadIdx.x; i < kSpots * GROUPS * kGroupChannels; i += kThreads) {
+    for (int i = threadIdx.x; i < kSpots * WORDS; i += kThreads) {
         const int pixel = i % kSpots * PIXELS, channel = i / kSpots;
         const int ih = origin.row + pixel / kPatchW, iw = origin.column + pixel % kPatchW;
-        const bool inside = static_cast<unsigned>(ih) < p.h_in && static_cast<unsigned>(iw) < p.w_in &&
-                            (kGroupChannels == IN_CHANNELS || channel % kGroupChannels < IN_CHANNELS);
-        const int group = channel / kGroupChannels, from = group * IN_CHANNELS + channel % kGroupChannels;
-        const index_t place = from * in_pixels + (static_cast<index_t>(ih) * p.w_in + iw);
-        cp_async<PIXELS * sizeof(ELEMENT_T)>(target + channel * kPlane + pixel, source + (inside ? place : 0), inside);
+        const bool inside =
+            static_cast<unsigned>(ih) < p.h_in && static_cast<unsigned>(iw) < p.w_in && channel < IN_CHANNELS;
+        const index_t place = channel * in_pixels + (static_cast<index_t>(ih) * p.w_in + iw);
+        cp_async<PIXELS * 4>(patch + channel * kPlane + pixel, source + (inside ? place : 0), inside);
     }
 #endif
 }
-
-/* Fill the patch with words: from the landing where that is given, else from the input, zero outside the image. Zero beyond
- * the last channel. */
-__device__ __forceinline__ void pack_patch(
-    const direct_forward_mma_params& p, unsigned* patch, const unsigned* landing, int first_group, origin_t origin) {
-    constexpr int kQuad = WORDS < 4 ? WORDS : 4;  // words that are stored together
+#else
+/* Load a patch and fill it with words, zero outside the image and beyond the last channel. */
+__device__ __forceinline__ void pack_patch(const direct_forward_mma_params& p, unsigned* patch, int group, origin_t origin) {
+    constexpr int kQuad = WORDS < 4 ? WORDS : 4, kQuads = WORDS / kQuad;  // words that are stored together
     using quad_t = vector_of<unsigned, kQuad>;
-    constexpr int kGroupQuads = WORDS / kQuad, kQuads = GROUPS * kGroupQuads;
     constexpr int kSpots = kPatchPixels / PIXELS;  // neighbouring pixels that are loaded together
     // Lanes go along pixels, or four quads of each, so that they load whole sectors and store to different banks.
-    constexpr int kNext = CHANNELS_LAST ? kQuads : kQuads % 4 == 0 ? 4 : 1;
+    constexpr int kNext = kQuads % 4 == 0 ? 4 : 1;
     constexpr int kTurns = (kSpots * kQuads + kThreads - 1) / kThreads;
+    constexpr int kUnroll = 32 / (PIXELS * kQuad);  // turns whose loads are in flight together
     const index_t in_pixels = static_cast<index_t>(p.h_in) * p.w_in, channels = static_cast<index_t>(p.groups) * IN_CHANNELS;
-    [[maybe_unused]] const ELEMENT_T* source = p.input + origin.image * static_cast<long long>(in_pixels) * channels;
-    #pragma unroll UNROLL
+    const ELEMENT_T* source = p.input + (origin.image * static_cast<long long>(channels) + group * IN_CHANNELS) * in_pixels;
+    #pragma unroll kUnroll
     for (int turn = 0; turn < kTurns; ++turn) {
         const int i = turn * kThreads + threadIdx.x;
         if (kSpots * kQuads % kThreads != 0 && i >= kSpots * kQuads) break;
-        const int pixel = i / kNext % kSpots * PIXELS, quad = i / (kNext * kSpots) * kNext + i % kNext;
-        const int group = quad / kGroupQuads, first_word = quad % kGroupQuads * kQuad, first = first_word * kElements;
+        const int pixel = i / kNext % kSpots * PIXELS, first_word = (i / (kNext * kSpots) * kNext + i % kNext) * kQuad;
         const int ih = origin.row + pixel / kPatchW, iw = origin.column + pixel % kPatchW;
-        const bool inside =
-            LOADING == TURNED || (static_cast<unsigned>(ih) < p.h_in && static_cast<unsigned>(iw) < p.w_in);
-        [[maybe_unused]] const index_t place = static_cast<index_t>(ih) * p.w_in + iw;
-        [[maybe_unused]] const int channel = (first_group + group) * IN_CHANNELS + first;
-        unsigned* target = patch + (pixel * PIXEL_PITCH + group * WORDS + first_word);
-#if CHANNELS_LAST
-        quad_t values = {};
-        #pragma unroll
-        for (int w = 0; w < kQuad; ++w)
-            if (inside)
-                values.value[w] = load_word(source + (place * channels + channel), w * kElements, IN_CHANNELS - first, 1);
-        *reinterpret_cast<quad_t*>(target) = values;
-#else
+        const bool inside = static_cast<unsigned>(ih) < p.h_in && static_cast<unsigned>(iw) < p.w_in;
+        const index_t place = static_cast<index_t>(ih) * p.w_in + iw;
         vector_t<PIXELS> loaded[kQuad * kElements] = {};
         #pragma unroll
         for (int c = 0; c < kQuad * kElements; ++c) {
-            if (!inside || (IN_CHANNELS != WORDS * kElements && first + c >= IN_CHANNELS)) continue;
-#if LOADING == TURNED
-            const ELEMENT_T* from =
-                reinterpret_cast<const ELEMENT_T*>(landing) + (group * IN_CHANNELS + first + c) * kPlane + pixel;
-#else
-            const ELEMENT_T* from = source + ((channel + c) * in_pixels + place);
-#endif
-            loaded[c] = *reinterpret_cast<const vector_t<PIXELS>*>(from);
+            const int channel = first_word * kElements + c;
+            if (inside && (IN_CHANNELS == WORDS * kElements || channel < IN_CHANNELS))
+                loaded[c] = *reinterpret_cast<const vector_t<PIXELS>*>(source + (channel * in_pixels + place));
         }
         #pragma unroll
         for (int e = 0; e < PIXELS; ++e) {
@@ -278,11 +241,11 @@ __device__ __forceinline__ void pack_patch(
                 for (int c = 0; c < kElements; ++c) elements[c] = loaded[w * kElements + c].value[e];
                 values.value[w] = words::pack(elements);
             }
-            *reinterpret_cast<quad_t*>(target + e * PIXEL_PITCH) = values;
+            *reinterpret_cast<quad_t*>(patch + ((pixel + e) * PIXEL_PITCH + first_word)) = values;
         }
-#endif
     }
 }
+#endif
 
 /* Where a word of a step lies in the patch, from the pixel of a cell. */
 __device__ constexpr int offset_of(int step, int word) {
@@ -297,14 +260,14 @@ __device__ __forceinline__ void multiply(
     unsigned b[N_TILES][2];
     #pragma unroll
     for (int n = 0; n < N_TILES; ++n) {
-        const int place = (n / kRunTiles * kPatchW + n % kRunTiles * 8) * kPixelPitch;
-        b[n][0] = LOADING == COPIED ? words::rounded(low[place]) : low[place];
-        b[n][1] = LOADING == COPIED ? words::rounded(high[place]) : high[place];
+        const int place = n * 8 * kPixelPitch;
+        b[n][0] = COPIED ? words::rounded(low[place]) : low[place];
+        b[n][1] = COPIED ? words::rounded(high[place]) : high[place];
     }
     #pragma unroll
     for (int m = 0; m < kMTiles; ++m) {
         if (!(USED_TILES >> m & 1)) continue;  // whose phases have no tap at all
-        if (!EVERY_TILE && !(tiles >> m & 1)) continue;
+        if (!(tiles >> m & 1)) continue;
         const a_words_t a = *weights;
         weights += 32;
         #pragma unroll
@@ -312,19 +275,7 @@ __device__ __forceinline__ void multiply(
     }
 }
 
-[[maybe_unused]] constexpr bool kBlocksInPhases = CHANNELS % 8 == 0;  // a block of lines is of one row phase
 [[maybe_unused]] constexpr bool kWholeChannels = OUT_CHANNELS % (WARPS_M * CHANNELS) == 0;
-
-/* Round a lane's neighbouring outputs of a line, for cells 2t and 2t + 1 of an N tile: piece `part` of them. */
-__device__ __forceinline__ vector_t<PIECE> piece_of(const float (&sum)[kMTiles][N_TILES][4], int block, int n, int part) {
-    vector_t<PIECE> piece;
-    #pragma unroll
-    for (int i = 0; i < PIECE; ++i) {
-        const int output = part * PIECE + i, slot = slot_of(block, output % STRIDE_W);
-        piece.value[i] = narrow<ELEMENT_T>(sum[slot / 2][n][slot % 2 * 2 + output / STRIDE_W]);
-    }
-    return piece;
-}
 
 /* How far an output lies beyond the beginning of a sector of 32 bytes. */
 __device__ __forceinline__ int beyond_sector(const ELEMENT_T* output) {
@@ -351,7 +302,7 @@ template <bool WHOLE> __device__ __forceinline__ void store(
             #pragma unroll
             for (int output = 0; output < 2 * STRIDE_W; ++output) {
                 const int slot = slot_of(block, output % STRIDE_W);
-                const int place = (phase * kRuns + n / kRunTiles) * kRun + (n % kRunTiles * 8 + 2 * t) * STRIDE_W + output;
+                const int place = phase * kRun + (n * 8 + 2 * t) * STRIDE_W + output;
                 stage[place * kStageLine + gi * CHANNELS + channel] =
                     narrow<ELEMENT_T>(sum[slot / 2][n][slot % 2 * 2 + output / STRIDE_W]);
             }
@@ -360,9 +311,9 @@ template <bool WHOLE> __device__ __forceinline__ void store(
     __syncwarp();
     constexpr int kVectors = GROUPS * CHANNELS / VECTOR;  // of a pixel
     #pragma unroll 1
-    for (int run = 0; run < ROW_PHASES * kRuns; ++run) {
-        const int oh = oh0 + run / kRuns + run % kRuns * STRIDE_H;
-        if (!WHOLE && oh >= p.h_out) continue;
+    for (int phase = 0; phase < ROW_PHASES; ++phase) {
+        const int oh = oh0 + phase;
+        if (!WHOLE && oh >= p.h_out) return;
         const long long row = image * static_cast<long long>(out_pixels) + (static_cast<index_t>(oh) * p.w_out + ow0);
         ELEMENT_T* __restrict__ target = p.output + (row * out_channels + first_group * OUT_CHANNELS + first_out);
         #pragma unroll 4
@@ -370,17 +321,17 @@ template <bool WHOLE> __device__ __forceinline__ void store(
             const int pixel = i / kVectors, channel = i % kVectors * VECTOR;
             if ((WHOLE || ow0 + pixel < p.w_out) && (GROUPS > 1 || first_out + channel < OUT_CHANNELS))
                 copy<VECTOR>(target + (pixel * static_cast<int>(out_channels) + channel),
-                             stage + (run * kRun + pixel) * kStageLine + channel);
+                             stage + (phase * kRun + pixel) * kStageLine + channel);
         }
     }
 #else
     const long long plane = image * out_channels + (first_group + gi) * OUT_CHANNELS + first_out;
     ELEMENT_T* __restrict__ first = p.output + (plane * out_pixels + (static_cast<index_t>(oh0) * p.w_out + ow0));
-#if SHIFTED
     // A quad of lanes has a line, 16 bytes a lane, from the sector on where it begins; what is left at its two ends is stored
     // in pieces of VECTOR. It lies as far beyond the beginning of its line of the stage. Lines 4 apart are in different banks.
     // Planes 8 channels apart begin alike, modulo 16 bytes: each other 8 half a sector off where planes are odd.
-    static_assert(kRuns == 1 && CHANNELS % 8 == 0 && kWide % VECTOR == 0 && VECTOR % PIECE == 0, "lines of one run");
+    static_assert(CHANNELS % 8 == 0 && kWide % VECTOR == 0, "blocks of lines of one row phase");
+    constexpr int kPiece = gcd(2 * STRIDE_W, VECTOR);  // of a lane's outputs of two cells
     constexpr int kTurns = (kRun / kWide + 1 + 3) / 4;
     const int length = WHOLE ? kRun : min(kRun, p.w_out - ow0), own = lane / 4 % 2 * 4 + lane / 8;
     const ELEMENT_T* own_stage = stage + own * kStageLine;
@@ -396,9 +347,16 @@ template <bool WHOLE> __device__ __forceinline__ void store(
             #pragma unroll
             for (int n = 0; n < N_TILES; ++n)
                 #pragma unroll
-                for (int part = 0; part < kPieces; ++part)
-                    *reinterpret_cast<vector_t<PIECE>*>(line + (n * 8 + 2 * t) * STRIDE_W + part * PIECE) =
-                        piece_of(sum, (phase * CHANNELS + channel) / 8, n, part);
+                for (int first_of_piece = 0; first_of_piece < 2 * STRIDE_W; first_of_piece += kPiece) {
+                    vector_t<kPiece> piece;
+                    #pragma unroll
+                    for (int i = 0; i < kPiece; ++i) {
+                        const int output = first_of_piece + i;
+                        const int slot = slot_of((phase * CHANNELS + channel) / 8, output % STRIDE_W);
+                        piece.value[i] = narrow<ELEMENT_T>(sum[slot / 2][n][slot % 2 * 2 + output / STRIDE_W]);
+                    }
+                    *reinterpret_cast<vector_t<kPiece>*>(line + (n * 8 + 2 * t) * STRIDE_W + first_of_piece) = piece;
+                }
             __syncwarp();
             if (!kWholeChannels && first_out + channel + own >= OUT_CHANNELS) continue;
             #pragma unroll
@@ -416,69 +374,6 @@ template <bool WHOLE> __device__ __forceinline__ void store(
             }
         }
     }
-#elif STAGED
-    // A period of turns of 32 vectors covers whole lines: what a lane stores in one is what it stores in the next, lines on.
-    constexpr int kVectors = kRuns * kRun / VECTOR, kPadded = kVectors < 4 ? 4 : (kVectors + 3) / 4 * 4;
-    constexpr int kCommon = kPadded % 32 == 0 ? 32 : kPadded % 16 == 0 ? 16 : kPadded % 8 == 0 ? 8 : 4;
-    constexpr int kPeriod = kPadded / kCommon, kPeriodLines = 32 / kCommon;
-    ELEMENT_T* targets[kPeriod];
-    bool inside[kPeriod];
-    #pragma unroll
-    for (int i = 0; i < kPeriod; ++i) {
-        const int line0 = (i * 32 + lane) / kPadded, place = (i * 32 + lane) % kPadded * VECTOR;
-        const int run = place / kRun, column = place % kRun;
-        inside[i] = (WHOLE || ow0 + column < p.w_out) && (kPadded == kVectors || place < kVectors * VECTOR);
-        targets[i] = first + (static_cast<index_t>(run * STRIDE_H) * p.w_out + column);
-        if (kBlocksInPhases) targets[i] += line0 * out_pixels;
-    }
-    #pragma unroll
-    for (int block = 0; block < kLineBlocks; ++block) {
-        __syncwarp();
-        #pragma unroll
-        for (int n = 0; n < N_TILES; ++n)
-            #pragma unroll
-            for (int part = 0; part < kPieces; ++part)
-                *reinterpret_cast<vector_t<PIECE>*>(stage + g * kStageLine + (n * 8 + 2 * t) * STRIDE_W + part * PIECE) =
-                    piece_of(sum, block, n, part);
-        __syncwarp();
-        #pragma unroll
-        for (int i = 0; i < kPeriod; ++i) {
-            const int line0 = (i * 32 + lane) / kPadded, place = (i * 32 + lane) % kPadded * VECTOR;
-            #pragma unroll
-            for (int lines = 0; lines < 8; lines += kPeriodLines) {
-                // Where blocks do not cross row phases, what differs between lanes is in the targets already.
-                const int line = block * 8 + lines + line0, phase = (kBlocksInPhases ? block * 8 : line) / CHANNELS;
-                const int channel = (kBlocksInPhases ? block * 8 + lines : line) % CHANNELS;
-                const int out = first_out + (kBlocksInPhases ? channel + line0 : channel);
-                if (inside[i] && (kLines % 8 == 0 || line < kLines) && (kWholeChannels || out < OUT_CHANNELS) &&
-                    (WHOLE || oh0 + phase + place / kRun * STRIDE_H < p.h_out))
-                    *reinterpret_cast<vector_t<VECTOR>*>(
-                        targets[i] + (channel * out_pixels + static_cast<index_t>(phase) * p.w_out)) =
-                        *reinterpret_cast<const vector_t<VECTOR>*>(stage + (lines + line0) * kStageLine + place);
-            }
-        }
-    }
-#else
-    // A quad of lanes has whole sectors of a line.
-    #pragma unroll
-    for (int block = 0; block < kLineBlocks; ++block) {
-        const int line = block * 8 + g, phase = line / CHANNELS, channel = line % CHANNELS;
-        if ((kLines % 8 != 0 && line >= kLines) || (!kWholeChannels && first_out + channel >= OUT_CHANNELS)) continue;
-        ELEMENT_T* __restrict__ target =
-            first + (channel * out_pixels + static_cast<index_t>(phase) * p.w_out + 2 * t * STRIDE_W);
-        #pragma unroll
-        for (int n = 0; n < N_TILES; ++n) {
-            const int row = n / kRunTiles * STRIDE_H, column = n % kRunTiles * 8 * STRIDE_W;
-            if (!WHOLE && oh0 + phase + row >= p.h_out) continue;
-            #pragma unroll
-            for (int part = 0; part < kPieces; ++part)
-                if (WHOLE || ow0 + 2 * t * STRIDE_W + column + part * PIECE < p.w_out)
-                    *reinterpret_cast<vector_t<PIECE>*>(
-                        target + (static_cast<index_t>(row) * p.w_out + column + part * PIECE)) =
-                        piece_of(sum, block, n, part);
-        }
-    }
-#endif
 #endif
 }
 
@@ -486,8 +381,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
 direct_forward_mma_kernel(const __grid_constant__ direct_forward_mma_params p) {
     a_words_t* fragments = reinterpret_cast<a_words_t*>(shared);
     unsigned* patch = reinterpret_cast<unsigned*>(fragments + kFragments);
-    unsigned* landing = patch + kPatchWords;
-    int* offsets = reinterpret_cast<int*>(landing + kLandingWords);
+    int* offsets = reinterpret_cast<int*>(patch + kPatches * kPatchWords);
     float* biases = reinterpret_cast<float*>(offsets + kOffsets);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
     ELEMENT_T* stage = reinterpret_cast<ELEMENT_T*>(biases + kBiases) + warp * kStageElements;
@@ -502,7 +396,10 @@ direct_forward_mma_kernel(const __grid_constant__ direct_forward_mma_params p) {
     int tile_w = blockIdx.x % p.tiles_w, tile_h = blockIdx.x / p.tiles_w % p.tiles_h;
     origin_t origin = {static_cast<int>(blockIdx.x / (p.tiles_w * p.tiles_h)), tile_h * TILE_H + FIRST_H,
                        tile_w * TILE_W + FIRST_W - LEAD};
-    if (LOADING != SYNCHRONOUS) fetch_patch(p, LOADING == COPIED ? patch : landing, first_group, origin);
+#if COPIED
+    unsigned* next_patch = patch + kPatchWords;
+    fetch_patch(p, next_patch, first_group, origin);
+#endif
     stage_weights(p, fragments, first_group, block_out);
     for (int i = threadIdx.x; i < kSteps * 8; i += kThreads) offsets[i] = offset_of(i / 8, i % 8);
     for (int i = threadIdx.x; i < kBiases; i += kThreads) {
@@ -524,21 +421,20 @@ direct_forward_mma_kernel(const __grid_constant__ direct_forward_mma_params p) {
         if (tile_h >= p.tiles_h) { tile_h -= p.tiles_h; ++origin.image; }
         origin.row = tile_h * TILE_H + FIRST_H;
         origin.column = tile_w * TILE_W + FIRST_W - LEAD;
-        const bool another = static_cast<int>(tile + gridDim.x) < p.tiles;
+        [[maybe_unused]] const bool another = static_cast<int>(tile + gridDim.x) < p.tiles;
 
-        // Load. The next tile's copies go on while this one is computed and stored.
-        if (LOADING != SYNCHRONOUS) wait_for_copies();
+#if COPIED
+        // The next tile's copies go on while this one is computed and stored.
+        wait_for_copies();
         __syncthreads();
-        const unsigned* words_here = patch;
-#if LOADING == COPIED
-        if (another) fetch_patch(p, landing, first_group, origin);
         unsigned* const other = patch;
-        patch = landing;
-        landing = other;
+        patch = next_patch;
+        next_patch = other;
+        if (another) fetch_patch(p, next_patch, first_group, origin);
 #else
-        pack_patch(p, patch, landing, first_group, current);
         __syncthreads();
-        if (LOADING == TURNED && another) fetch_patch(p, landing, first_group, origin);
+        pack_patch(p, patch, first_group, current);
+        __syncthreads();
 #endif
 
         // The warp's first output row, of the turn's first row phase, and column.
@@ -560,7 +456,7 @@ direct_forward_mma_kernel(const __grid_constant__ direct_forward_mma_params p) {
                         sum[slot / 2][n][slot % 2 * 2] = sum[slot / 2][n][slot % 2 * 2 + 1] = bias;
                 }
                 const int first_pixel = first_cell_row * kPatchW + LEAD + first_cell + g;
-                const unsigned* cells = words_here + (first_pixel * kPixelPitch + gi * (WORDS * kWordPitch));
+                const unsigned* cells = patch + (first_pixel * kPixelPitch + gi * (WORDS * kWordPitch));
                 const a_words_t* weights = fragments + ((gi * WARPS_M + warp_m) * kPairs + kPairBegin[turn]) * 32 + lane;
 #if UNROLLED
                 // Every offset is known when compiling.
@@ -577,7 +473,7 @@ direct_forward_mma_kernel(const __grid_constant__ direct_forward_mma_params p) {
                     multiply(sum, cells + offsets[step * 8 + t], cells + offsets[step * 8 + t + 4], weights,
                              kStepTiles[step]);
 #endif
-                if (oh0 + (kRuns - 1) * STRIDE_H + ROW_PHASES <= p.h_out && ow0 + kRun <= p.w_out)
+                if (oh0 + ROW_PHASES <= p.h_out && ow0 + kRun <= p.w_out)
                     store<true>(p, sum, stage, image, gi, first_group, first_out, oh0, ow0);
                 else
                     store<false>(p, sum, stage, image, gi, first_group, first_out, oh0, ow0);

@@ -28,11 +28,9 @@ from gemmconv.kernels.program import MAX_GRID_Y, Launch, Params, Program, gather
 _COST = costs_of("direct/forward_mma")
 _WARPS = 8
 _OTHER_REGISTERS = 41  # of a thread, beside those of sums
-_SYNCHRONOUS, _TURNED, _COPIED = range(3)
 _MOST_UNROLLED = 256  # products
 _ACCUMULATORS = 12  # of tiles of 16 x 8 that a warp has registers for
 _SECTOR_BYTES = 32
-_SHIFTED_BYTES = 320  # of a line: the H200 is 7 to 12% faster from here on, 7 to 14% slower with 256 and less
 _ROW_TILES = 4  # across, where the image has as many: whole sectors of its rows
 _SHIFT_BASE = 1 << 12
 _MOST_WEIGHTS = 1 << 18  # of a group
@@ -56,10 +54,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Tile:
-    """The work of a block of csrc/direct/forward_mma.cu; see its header.
-
-    ``staged`` says whether outputs are turned round in shared memory: where the lanes' own do not make whole sectors.
-    """
+    """The work of a block of csrc/direct/forward_mma.cu; see its header."""
 
     problem: Problem
     itemsize: int
@@ -71,8 +66,6 @@ class Tile:
     warps_m: int = 1
     warps_n: int = _WARPS
     row_tiles: int = 1  # of 8 cells, across
-    ahead: bool = True  # whether a tile's input is copied while the tile before it is computed
-    staged: bool = True
     spec: DeviceSpec = REFERENCE
 
     @property
@@ -132,15 +125,9 @@ class Tile:
         return 1 if self.channels_last else math.gcd(4, self.problem.input_size[1])
 
     @property
-    def loading(self) -> int:
-        """How the patch comes; see csrc/direct/forward_mma.cu."""
-        if not self.ahead:
-            return _SYNCHRONOUS
-        if self.channels_last:
-            return _COPIED if self.words * 4 == self.problem.gemm_k * self.itemsize else _SYNCHRONOUS
-        if self.itemsize == 4:
-            return _COPIED
-        return _TURNED if self.pixels > 1 else _SYNCHRONOUS
+    def copied(self) -> bool:
+        """Whether a tile's input is copied, as it is used, while the tile before it is computed."""
+        return self.channels_last or self.itemsize == 4
 
     @property
     def lead(self) -> int:
@@ -154,15 +141,9 @@ class Tile:
         return height, up_to_multiple(width + self.lead, self.pixels)
 
     @property
-    def unroll(self) -> int:
-        """Turns of the staging whose loads are in flight together."""
-        return max(1, min(self.stage_turns, 32 // (self.pixels * min(4, self.words))))
-
-    @property
     def stage_turns(self) -> int:
         """Times that a thread loads for a patch."""
-        spots = math.prod(self.patch) // self.pixels
-        return -(-spots * self.groups * -(-self.words // 4) // self.threads)
+        return -(-math.prod(self.patch) // self.pixels * -(-self.words // 4) // self.threads)
 
     @cached_property
     def reach(self) -> tuple[Pair, Pair]:
@@ -171,26 +152,11 @@ class Tile:
 
     @property
     def vector(self) -> int:
-        """Outputs that a lane stores at once from the stage."""
+        """Outputs that a lane stores at once from the stage, in NCHW at the ends of lines."""
         p, most = self.problem, 16 // self.itemsize
         if self.channels_last:
             return math.gcd(most, self.groups * self.channels, self.groups * p.group_out_channels)
         return math.gcd(most, 8 * p.stride[1], p.output_size[1])
-
-    @property
-    def shifted(self) -> bool:
-        """Whether long lines are stored by 16 bytes, but for their ends, where rows do not begin at such; NCHW.
-
-        A warp has one line of each channel then, in whole eights of channels.
-        """
-        line_bytes = 8 * self.n_tiles * self.problem.stride[1] * self.itemsize
-        long_lines = self.n_tiles <= self.row_tiles and line_bytes >= _SHIFTED_BYTES and self.channels % 8 == 0
-        return self.staged and not self.channels_last and self.vector * self.itemsize < 16 and long_lines
-
-    @property
-    def piece(self) -> int:
-        """Outputs that a lane has as neighbours and writes at once."""
-        return math.gcd(16 // self.itemsize, 2 * self.problem.stride[1], self.vector if self.shifted else 0)
 
     @property
     def stage_bytes(self) -> int:
@@ -200,34 +166,17 @@ class Tile:
         def padded(size: int) -> int:
             return (-(-size // 16) | 1) * 16
 
-        if not self.staged:
-            return 0
         if self.channels_last:
             return padded(self.row_phases * run * padded(self.groups * self.channels * self.itemsize))
-        return padded(8 * padded(run * self.itemsize + _SECTOR_BYTES * self.shifted))
-
-    @property
-    def _plane(self) -> int:
-        pixels = math.prod(self.patch)
-        return (pixels + 7) // 16 * 16 + 8 if self._planar else up_to_multiple(pixels, 8)
-
-    @property
-    def _planar(self) -> bool:
-        return self.loading == _COPIED and not self.channels_last
+        return padded(8 * padded(run * self.itemsize + _SECTOR_BYTES))
 
     @property
     def patch_words(self) -> int:
         """Words of a patch in shared memory."""
-        if self._planar:
-            return self.groups * self.words * self._plane
-        return up_to_multiple(math.prod(self.patch) * self.pixel_pitch, 4)
-
-    @property
-    def landing_words(self) -> int:
-        """Words of what is copied beside the patch."""
-        if self.loading == _TURNED:
-            return self.groups * self.problem.gemm_k * self._plane * self.itemsize // 4
-        return self.patch_words if self.loading == _COPIED else 0
+        pixels = math.prod(self.patch)
+        if self.copied and not self.channels_last:
+            return self.words * ((pixels + 7) // 16 * 16 + 8)
+        return up_to_multiple(pixels * self.pixel_pitch, 4)
 
     @property
     def unrolled(self) -> bool:
@@ -239,7 +188,7 @@ class Tile:
         fragments = self.groups * self.warps_m * self.pairs * 512
         steps = sum(map(len, self.turns))
         biases = self.groups * self.warps_m * up_to_multiple(self.lines, 8)
-        words = self.patch_words + self.landing_words + 8 * steps + biases
+        words = self.patch_words * (1 + self.copied) + 8 * steps + biases
         return fragments + 4 * words + self.warps_m * self.warps_n * self.stage_bytes
 
     @cached_property
@@ -271,45 +220,44 @@ class Tile:
         Its schedulers are busy, or its shared memory is, or what it moves takes longer, or its blocks wait, each for
         its own loads and stores.
         """
-        alone, busy, moved, factor = self._costs
+        alone, busy, moved = self._costs
         down, across = (-(-count // size) for count, size in zip(cells_of(problem), self.size, strict=True))
         tiles = problem.batch * down * across * self.sets / self.spec.multiprocessors
         rounds = max(1.0, tiles / self.blocks_resident)
         alone *= math.ceil(rounds) if rounds < 4 else rounds
         busy, moved = busy * tiles, moved * tiles
         longest = max(busy, alone, _COST.moved_overlapped_share * moved)
-        return factor * (longest + _COST.moved_share * moved + _COST.computed_share * (busy + alone))
+        return longest + _COST.moved_share * moved + _COST.computed_share * (busy + alone)
 
     @cached_property
-    def _costs(self) -> tuple[float, float, float, float]:
-        """The costs of a tile: cycles of a block alone, busy cycles, cycles of memory traffic, and a factor of all."""
+    def _costs(self) -> tuple[float, float, float]:
+        """The costs of a tile: cycles of a block alone, busy cycles, and cycles of memory traffic."""
         steps, turns = sum(map(len, self.turns)), len(self.turns) * self.groups
-        turned_store = _COST.channels_last_turning_factor if self.channels_last else _COST.turning_factor
-        store = _COST.n_tile_instructions * (turned_store if self.staged else 1)
+        store = _COST.channels_last_n_tile_instructions if self.channels_last else _COST.n_tile_instructions
         outputs = len(self.m_tile_lines) * (_COST.m_tile_instructions + self.n_tiles * store)
-        rounded = self.loading == _COPIED and self.itemsize == 4
-        rounding = _COST.rounding_instructions * self.n_tiles if rounded else 0
+        rounding = _COST.rounding_instructions * self.n_tiles if self.itemsize == 4 else 0
         a_step = (0 if self.unrolled else _COST.step_instructions) + _COST.n_tile_step_instructions * self.n_tiles
         products = steps * (a_step + rounding) + self.pairs * (_COST.pair_instructions + self.n_tiles)
-        word = _COST.word_instructions + 4 // self.itemsize
-        packing = self.stage_turns * (_COST.stage_instructions + self.pixels * min(4, self.words) * word)
-        chunk = 4 // self.itemsize * min(4, self.groups * self.words) if self.channels_last else self.pixels
-        copies = math.prod(self.patch) * self.groups * self.problem.gemm_k / chunk / self.threads
-        copying = copies * _COST.copy_instructions
-        loading = {_SYNCHRONOUS: packing, _TURNED: packing + copying, _COPIED: copying}[self.loading]
+        if self.copied:
+            chunk = math.gcd(4, self.problem.gemm_k * self.itemsize // 4) if self.channels_last else self.pixels
+            copies = math.prod(self.patch) * self.groups * self.words / chunk / self.threads
+            loading = copies * _COST.copy_instructions
+        else:
+            words = self.pixels * min(4, self.words)
+            loading = self.stage_turns * (_COST.stage_instructions + words * _COST.word_instructions)
         issued = self.groups * products + turns * outputs + loading + _COST.block_instructions
 
         # A block alone.
         step = _COST.unrolled_step_cycles if self.unrolled else _COST.step_cycles
         alone = issued + self.groups * steps * step + _COST.turn_cycles * turns
-        if self.loading == _SYNCHRONOUS:
-            alone += _COST.channels_last_load_cycles if self.channels_last else _COST.load_cycles
+        if not self.copied:
+            alone += _COST.load_cycles
 
         # Instructions: the more warps, the fewer cycles pass without one. Shared memory: a wavefront is 32 words.
         warps = self.threads / 32
         issuing = min(_COST.issue_share, _COST.warp_issue_share * self.blocks_resident * warps)
         busy = issued * warps / (4 * issuing)
-        wavefronts = self.groups * (2 * steps * self.n_tiles + 4 * self.pairs) + turns * outputs / 2 * self.staged
+        wavefronts = self.groups * (2 * steps * self.n_tiles + 4 * self.pairs) + turns * outputs / 2
         busy = max(busy, _COST.wavefront_cycles * wavefronts * warps)
         if not self.spec.is_hopper:  # whose tensor cores are never what takes longest here
             per_clock = (self.spec.half if self.itemsize == 2 else self.spec.tf32) / self.spec.cycles
@@ -324,9 +272,9 @@ class Tile:
         if self.channels_last:
             stored *= 1 + _COST.apart_bytes / (channels * self.itemsize)
         else:
-            stored *= 1 + _COST.run_bytes / (self.size[1] * self.problem.stride[1] * self.itemsize) + self.staged
+            stored *= 2 + _COST.run_bytes / (self.size[1] * self.problem.stride[1] * self.itemsize)
         moved = (_COST.load_factor * loaded + stored) * self.itemsize / (_COST.bytes_a_cycle * self.spec.bytes_ratio)
-        return alone, busy, moved, _COST.turned_factor if self.loading == _TURNED else 1
+        return alone, busy, moved
 
 
 @lru_cache(maxsize=1024)
@@ -346,39 +294,37 @@ def _menu(problems: tuple[Problem, ...], itemsize: int, channels_last: bool, spe
 
 def tiles_of(problem: Problem, itemsize: int, channels_last: bool, spec: DeviceSpec = REFERENCE) -> Iterator[Tile]:
     """The tiles that a problem may have: those that fit registers and shared memory. None for depthwise layers."""
-    if not _have_channels(problem):
+    if not _served(problem, itemsize, channels_last):
         return
     p, channels_out = problem, problem.group_out_channels
     row_tiles = power_of_two(-(-cells_of(p)[1] // 8))  # of 8 cells, that a row of an image fills
-    staged = channels_last or math.gcd(8 * p.stride[1], p.output_size[1]) * itemsize % _SECTOR_BYTES != 0
-    for groups, channels in itertools.product(
-        _neighbours(p, itemsize) if channels_last else (1,),
-        {channels_out, *(c for c in (16, 32, 48, 64) if c < channels_out)},
-    ):
-        if groups > 1 and channels != channels_out:
+    most_channels = channels_out if channels_last else up_to_multiple(channels_out, 8)
+    for groups, channels in itertools.product((1, 2, 4, 8), {most_channels, min(16, most_channels)}):
+        if p.groups % groups or (groups > 1 and (not channels_last or channels < channels_out)):
             continue
         warps_m = min(4, power_of_two(-(-channels_out // channels)))
         for row_phases, n_tiles in itertools.product({1, p.stride[0]}, (8, 4, 2, 1)):
             shape = row_phases, channels, n_tiles, groups, warps_m
-            tile = Tile(p, itemsize, channels_last, *shape, staged=staged, spec=spec)
+            tile = Tile(p, itemsize, channels_last, *shape, spec=spec)
             if tile.sets > MAX_GRID_Y or tile.m_tiles > _MOST_M_TILES or sum(map(len, tile.turns)) > _MOST_STEPS:
                 continue
             if len(tile.used_tiles) * n_tiles > _ACCUMULATORS:
                 continue
-            for warps, ahead in itertools.product((_WARPS, _WARPS // 2), (True, False)):
+            for warps in (_WARPS, _WARPS // 2):
                 warps_n = max(1, warps // warps_m)
                 widest = warps_n * n_tiles
-                narrowest = min(_ROW_TILES, widest, row_tiles)
+                narrowest = max(n_tiles, min(_ROW_TILES, widest, row_tiles))
                 for i in range(narrowest.bit_length() - 1, widest.bit_length()):
-                    shaped = replace(tile, warps_n=warps_n, row_tiles=1 << i, ahead=ahead)
+                    shaped = replace(tile, warps_n=warps_n, row_tiles=1 << i)
                     if shaped.shared_bytes <= LEAST_SHARED_BYTES:
                         yield shaped
 
 
-def _have_channels(problem: Problem) -> bool:
-    """Whether groups have more than one channel, and not too many weights: what no size changes."""
+def _served(problem: Problem, itemsize: int, channels_last: bool) -> bool:
+    """Whether groups have several channels, whole words to copy, and not too many weights: what no size changes."""
     weights = problem.gemm_k * problem.gemm_m
-    return weights != problem.taps and weights <= _MOST_WEIGHTS
+    whole_words = not channels_last or problem.gemm_k * itemsize % 4 == 0
+    return weights != problem.taps and weights <= _MOST_WEIGHTS and whole_words
 
 
 @lru_cache(maxsize=1024)
@@ -422,14 +368,6 @@ def _steps(
             yield from (Step((*shifts, *padding), word, m_tiles) for word in range(0, words, 8))
 
 
-def _neighbours(problem: Problem, itemsize: int) -> list[int]:
-    """Numbers of neighbouring groups that a block may own in channels_last: enough for whole sectors, or more."""
-    least, pixel_bytes = 1, problem.group_out_channels * itemsize
-    while problem.groups % (2 * least) == 0 and least * pixel_bytes < _SECTOR_BYTES:
-        least *= 2
-    return [least * factor for factor in (1, 2, 4) if problem.groups % (least * factor) == 0]
-
-
 def forward_macros(tile: Tile, dtype: torch.dtype) -> Macros:
     """Macros that specialise csrc/direct/forward_mma.cu."""
     p = tile.problem
@@ -454,12 +392,11 @@ def forward_macros(tile: Tile, dtype: torch.dtype) -> Macros:
         **named_macros(tile, "words pixel_pitch row_phases channels groups n_tiles warps_m warps_n"),
         "TILE_H": tile.size[0],
         "TILE_W": tile.size[1],
-        **named_macros(tile, "staged vector piece shifted loading unrolled pixels lead unroll"),
+        **named_macros(tile, "vector copied unrolled pixels lead"),
         "MIN_BLOCKS": tile.blocks_resident,
         "SHARED_BYTES": tile.shared_bytes,
         "SHIFT_BASE": _SHIFT_BASE,
         "USED_TILES": sum(1 << m for m in tile.used_tiles),
-        "EVERY_TILE": int(all(len(step.m_tiles) == len(tile.used_tiles) for step in steps)),
         "STEPS": len(steps),
         "PAIRS": len(pairs),
         "STEP_BEGIN": table(begins),
@@ -482,7 +419,10 @@ def blocks_at_once(tile: Tile) -> int:
 class DirectForwardMma(DirectKernel):
     name = "direct/forward_mma"
     dtypes = TENSOR_CORE_TYPES
-    serves = "layers of more than one channel whose weights fit shared memory, in 16-bit types or TF32"
+    serves = (
+        "layers of more than one channel whose weights fit shared memory, in TF32 or 16-bit types, and those in"
+        " channels_last with an even number of input channels a group"
+    )
 
     def tiles(self, config: Config, direction: Pass) -> Iterator[Tile]:
         if self.tile(config, direction) is not None:
@@ -496,7 +436,8 @@ class DirectForwardMma(DirectKernel):
     def why_not_device_or_dtype(self, config: Config, direction: Pass) -> str | None:
         if (reason := super().why_not_device_or_dtype(config, direction)) is not None:
             return reason
-        return f"it is for {self.serves}" if config.is_ieee or not _have_channels(config.problem) else None
+        served = _served(config.problem, config.dtype.itemsize, config.channels_last) and not config.is_ieee
+        return None if served else f"it is for {self.serves}"
 
     def why_not_sizes(self, config: Config, direction: Pass) -> str | None:
         if self.tile(config, direction) is None:  # which takes the least to find
