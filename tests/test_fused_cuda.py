@@ -114,8 +114,7 @@ def kind_of(plan):
     """Return what makes plans take other paths of the kernel."""
     if plan.way != "lines":
         return plan.way, plan.lined
-    images, rows, _ = plan.line_box
-    box = "flat" if plan.flat else (images > 1, rows > 1, plan.whole_images)
+    box = "flat" if plan.flat else (plan.line_box[0] > 1, plan.whole_images)
     return plan.way, plan.units, max(plan.unit) > 1, plan.strips > 1, box, plan.pitch % 2
 
 

@@ -9,7 +9,7 @@
  *   landing [LANDING_STAGES][LANDING_UNITS units of channels][UNIT_H][run_pieces] of 16 bytes
  *
  * What is left of the image may be read from a piece before a run's first input: nobody uses it. Zeros land for the rest of
- * a run that is right of the image, and of a piece, where not all rows are whole pieces (PARTIAL_PIECES).
+ * a run that is right of the image. Rows are whole pieces, or nothing lies between them.
  */
 #pragma once
 
@@ -54,9 +54,7 @@ __device__ __forceinline__ landed_t landed(const implicit_gemm_params& p, const 
     return {max(before, 0) * UNIT_W / kPiece + 2 * i, origin + max(-before, 0) * UNIT_W & -kPiece};
 }
 
-/* Where a piece of a patch comes from: the place of the group's first channel in the input, plus one less than the elements
- * to copy; -1 for zeros.
- */
+/* Where a piece of a patch comes from, in the first channel of the input; -1 for zeros. */
 __device__ __forceinline__ index_t place_of(const implicit_gemm_params& p, const start_t& start, int piece) {
     const int row = divided_small(piece, p.by_run_pieces), own = piece - row * p.run_pieces;
     const int i = divided((own + 1) * kPiece + start.skipped * UNIT_W - 1, p.by_run_span);
@@ -65,10 +63,9 @@ __device__ __forceinline__ index_t place_of(const implicit_gemm_params& p, const
     const int pixel = at.pixel + (own - at.piece) * kPiece;
     const int wanted = min(p.run_pitch, start.skipped + p.patch - i * p.run_pitch) * UNIT_W;  // pixels of the run
     const int last = min(run.end, run.origin + wanted);
-    const int count = min(kPiece, PARTIAL_PIECES || pixel >= last ? last - pixel : kPiece);
-    if (run.image < 0 || count <= 0 || pixel + kPiece <= run.begin) return -1;
+    if (run.image < 0 || pixel >= last || pixel + kPiece <= run.begin) return -1;
     const index_t pixels = static_cast<index_t>(p.h_in) * p.w_in;
-    return run.image * (p.groups * IN_CHANNELS * pixels) + pixel + count - 1;
+    return run.image * (p.groups * IN_CHANNELS * pixels) + pixel;
 }
 
 /* Where a spot lands, in bytes. */
@@ -100,7 +97,7 @@ struct way_t {
 constexpr int kSharers = SHARERS;
 struct own_piece_t {
     const char* source;  // of the next landing's first channel that is the loader's
-    int bytes;
+    bool inside;
     int pieces, sharer, piece;  // of a channel; which of those who share, and its piece
 
     __device__ __forceinline__ own_piece_t(const implicit_gemm_params& p, int thread)
@@ -108,9 +105,9 @@ struct own_piece_t {
     __device__ __forceinline__ bool idle() const { return sharer >= kSharers; }
     __device__ __forceinline__ void place(const implicit_gemm_params& p, const item_t& item) {
         const start_t start = start_of(p, item.tile);
-        const index_t place = idle() ? -1 : place_of(p, start, piece), first = place < 0 ? 0 : place & -kPiece;
-        source = at(reinterpret_cast<const char*>(p.input + first), p, item.group * IN_CHANNELS + sharer);
-        bytes = place < 0 ? 0 : (static_cast<int>(place & kPiece - 1) + 1) * static_cast<int>(sizeof(ELEMENT_T));
+        const index_t place = idle() ? -1 : place_of(p, start, piece);
+        inside = place >= 0;
+        source = at(reinterpret_cast<const char*>(p.input + (inside ? place : 0)), p, item.group * IN_CHANNELS + sharer);
     }
     /* Begins to copy a landing, whose channels begin with `channel`, and goes on to the next one. */
     __device__ __forceinline__ void copy(const implicit_gemm_params& p, unit_t* target, int channel) {
@@ -124,9 +121,7 @@ struct own_piece_t {
             if (c + kSharers > kLandingChannels && c + sharer >= kLandingChannels) continue;
             const bool there = kAllChannels || channel + c + sharer < IN_CHANNELS;
             const char* begin = kAllChannels || there ? at(from, p, c) : reinterpret_cast<const char*>(p.input);
-            const int count = there ? bytes : 0;
-            if (PARTIAL_PIECES) copy_some_async(to + c * pieces, begin, count);
-            else copy_piece_async(to + c * pieces, begin, count);
+            copy_piece_async(to + c * pieces, begin, there && inside);
         }
     }
     /* Address of a pixel that lies `channels` channels after this one. */

@@ -51,8 +51,8 @@ struct implicit_gemm_params {
     unsigned by_spots, by_plane_spots;
     int batches, together;  // see load/registers.cuh
 #else
-    int box_images, box_rows, box_width;  // see load/tma_nhwc.cuh
-    int boxes;                            // of a plane of a patch
+    int box_rows, box_width;  // see load/tma_nhwc.cuh
+    int boxes;                // of a plane of a patch
     int flat;
     unsigned long long by_boxes, by_positions, by_strip_boxes;
     int strip_boxes;
@@ -194,14 +194,12 @@ __device__ __forceinline__ int first_channel_of(int set, int side) {
     return (set % CHANNEL_SETS * kChannelSides + (PHASE_SIDES == 2 ? 0 : side)) * CHANNELS;
 }
 
-/* Where a tile's patch begins: its first position, from one strip or, where boxes have several images, one box before the
- * first; where it can begin before the first.
- */
+/* Where a tile's patch begins: its first position, from one strip before the first where it can begin before the first. */
 #if BOXED
 __device__ __forceinline__ int first_position_of(const implicit_gemm_params& p, int tile) {
-    return tile * kTile + p.first + (p.flat ? 0 : p.box_images * p.strip_rows * p.pitch);
+    return tile * kTile + p.first + (p.flat ? 0 : p.strip_rows * p.pitch);
 }
-__device__ __forceinline__ int box_positions(const implicit_gemm_params& p) { return p.box_images * p.box_rows * p.box_width; }
+__device__ __forceinline__ int box_positions(const implicit_gemm_params& p) { return p.box_rows * p.box_width; }
 #endif
 
 /* The right sides of the first stage, from a place of the patch of a tile on. */

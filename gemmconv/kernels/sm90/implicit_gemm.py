@@ -47,7 +47,7 @@ def macros_of(plan: Plan, dtype: torch.dtype) -> Macros:
         "PAIRED_CELLS": int(plan.staged or plan.pitch % 2 == 0),
         "BOXED": int(plan.way == "lines"),
         **named_macros(plan, "landing_units landing_stages"),
-        **named_macros(plan.compiled or plan, "partial_pieces sharers landed_turns"),
+        **named_macros(plan.compiled or plan, "sharers landed_turns"),
         "PRODUCERS": plan.loaders,
         "LOADED_TOGETHER": plan.together,
         **index_macros(plan.problem.batch * plan.problem.image_elements),
@@ -82,11 +82,11 @@ def input_map(plan: Plan) -> TensorMapSpec:
     """
     p, itemsize, pixels = plan.problem, plan.itemsize, math.prod(plan.input_size)
     channels = plan.in_channels * p.groups
-    images, rows, columns = plan.line_box
+    rows, columns = plan.line_box
     width, steps = pixels if plan.whole_images else plan.input_size[1], (1, plan.unit[1], plan.unit[0], 1)
     sizes = (channels, p.batch * pixels, 1, 1) if plan.flat else (channels, width, pixels // width, p.batch)
     strides = channels * itemsize, width * channels * itemsize, pixels * channels * itemsize
-    box = plan.units * plan.element_units, columns, rows, images
+    box = plan.units * plan.element_units, columns, rows, 1
     return TensorMapSpec("input", itemsize, sizes, strides, box, steps)
 
 
@@ -106,7 +106,7 @@ def _loader_params(plan: Plan) -> Params:
         }
     strip_boxes = plan.strip_positions // plan.box_positions
     return {
-        "box_images, box_rows, box_width": plan.line_box,
+        "box_rows, box_width": plan.line_box,
         "boxes, flat": (plan.boxes, int(plan.flat)),
         "by_boxes, by_positions": (reciprocal(plan.boxes), reciprocal(plan.box_positions)),
         "by_strip_boxes, strip_boxes": (reciprocal(max(1, strip_boxes)), strip_boxes),

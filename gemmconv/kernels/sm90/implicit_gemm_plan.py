@@ -404,29 +404,28 @@ class Plan(Gathering):
             units = self.in_channels * self.problem.groups * self.itemsize % _UNIT_BYTES == 0
             fits = self.pitch * self.unit[1] <= _LONGEST_BOX and max(self.unit) <= _LONGEST_STEP
             return self.channels_last and self.wide == 1 and units and (self.whole_images or fits)
-        # Planes, and rows of strips, are whole pieces of 16 bytes.
+        # Planes, and rows that do not follow each other without gaps, are whole pieces of 16 bytes.
         height, width = self.input_size
-        rows = self.strips == 1 or width % self.element_units == 0
+        rows = self.whole_images or width % self.element_units == 0
         small = height * width + self.run_pitch * self.unit[1] < 1 << 31  # what the kernel adds up
         return self.aligned and not self.channels_last and rows and small and height * width % self.element_units == 0
 
     @cached_property
-    def line_box(self) -> tuple[int, int, int]:
-        """Images, rows and positions of a row of a box of lines of a plane: rows of a strip, or all of several images.
+    def line_box(self) -> Pair:
+        """Rows of a strip, and positions of a row, that a box of lines of a plane has.
 
         Where rows follow each other without gaps, an image is one row, of which boxes are equal parts; where images do
         as well, a tile is.
         """
         return self._line_box_of(self.strip_rows)
 
-    def _line_box_of(self, strip_rows: int) -> tuple[int, int, int]:
+    def _line_box_of(self, strip_rows: int) -> Pair:
         if self._flat_of(strip_rows):
-            return 1, 1, self.tile // -(-self.tile // _LONGEST_BOX)
+            return 1, self.tile // -(-self.tile // _LONGEST_BOX)
         rows, pitch = (strip_rows * self.pitch, 1) if self.whole_images else (strip_rows, self.pitch)
         most, row_bytes = _LONGEST_BOX // self.unit[0], pitch * self.units * _UNIT_BYTES
-        most_images = self.problem.batch if self.strips == 1 else 1
-        images, rows = _line_box(self.tile, self.first, self.patch, pitch, rows, most, most_images, row_bytes)
-        return (images, 1, rows) if self.whole_images else (images, rows, pitch)
+        rows = _rows_of_box(self.tile, self.first, self.patch, pitch, rows, most, row_bytes)
+        return (1, rows) if self.whole_images else (rows, pitch)
 
     @property
     def flat(self) -> bool:
@@ -444,11 +443,6 @@ class Plan(Gathering):
     def boxes(self) -> int:
         """Boxes of a plane of a patch."""
         return _boxes_of(self.tile, self.first, self.patch, self.box_positions) if self.way == "lines" else 1
-
-    @property
-    def partial_pieces(self) -> bool:
-        """Whether a run may end within a piece."""
-        return self.landing and not self.whole_images and self.input_size[1] % self.element_units != 0
 
     @property
     def run_pitch(self) -> int:
@@ -703,9 +697,8 @@ class Plan(Gathering):
             plan = changed(plan, strips=-(-plan.cells[1] // self.strip_cells))
         if not (plan.suits_memory and plan.possible) or plan.most_vector % kernel.vector:
             return None
-        if plan.landing and (plan.pieces * kernel.sharers > plan.loaders or plan.landed_turns > kernel.landed_turns):
-            return None
-        return None if plan.partial_pieces and not kernel.partial_pieces else plan
+        too_many = plan.pieces * kernel.sharers > plan.loaders or plan.landed_turns > kernel.landed_turns
+        return None if plan.landing and too_many else plan
 
 
 def _boxes_of(tile: int, first: int, patch: int, positions: int) -> int:
@@ -716,27 +709,22 @@ def _boxes_of(tile: int, first: int, patch: int, positions: int) -> int:
 
 
 @lru_cache(maxsize=1024)
-def _line_box(
-    tile: int, first: int, patch: int, pitch: int, rows: int, most_rows: int, most_images: int, row_bytes: int
-) -> Pair:
-    """The images and rows of a box that a patch comes the fastest with: a part of an image's rows, or all of several.
+def _rows_of_box(tile: int, first: int, patch: int, pitch: int, rows: int, most_rows: int, row_bytes: int) -> int:
+    """The rows of a box that a patch comes the fastest with: a part of those of an image, or of a strip.
 
     Args:
         tile, first, patch: positions of a tile, to the first of its patch, and of the patch.
         pitch, rows: positions of a row, rows of an image or a strip.
-        most_rows, most_images: of a box.
+        most_rows: of a box.
         row_bytes: bytes of a row.
     """
 
-    def cost(box: Pair) -> tuple[float, int]:
-        box_rows = math.prod(box)
+    def cost(box_rows: int) -> tuple[float, int]:
         boxes = _boxes_of(tile, first, patch, box_rows * pitch)
         return cost_of_boxes(boxes, boxes * box_rows * row_bytes), boxes * box_rows
 
-    found = [(1, count) for count in range(1, min(rows, most_rows) + 1) if rows % count == 0]
-    if rows <= most_rows:
-        found += [(count, rows) for count in range(2, min(most_images, _LONGEST_BOX, 1 + patch // (rows * pitch)) + 1)]
-    aligned = [box for box in found if math.prod(box) * row_bytes % _BOX_ALIGNMENT == 0]
+    found = [count for count in range(1, min(rows, most_rows) + 1) if rows % count == 0]
+    aligned = [count for count in found if count * row_bytes % _BOX_ALIGNMENT == 0]
     return min(aligned or found, key=cost)
 
 
