@@ -1089,7 +1089,7 @@ TILE_PATHS = {
         itemsize == 2 and sides_co == 1; split and sides_co == 1; itemsize == 4 and not split and sides_co == 1
     """),
     "wgrad_nhwc": (LINES_RUNS, """
-        size[0] > 1; pair_rows; sides[0] > 1; sides[1] > 1; taps_h.sides > 1; taps_w.sides > 1; atoms > 1
+        size[0] > 1; pair_rows; sides[0] > 1; sides[1] > 1; taps_h.sides > 1; taps_w.sides > 1
         taps_h.extra; taps_w.extra; taps_h.boxes > 1; taps_w.boxes > 1; 1 < taps_w.boxes < taps_w.taps
         size[2] % 8; columns % 64; weight_blocks > 1; warpgroups == 3; products > 1
     """),

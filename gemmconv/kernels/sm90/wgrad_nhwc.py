@@ -32,8 +32,8 @@ _STEP = 16  # pixels
 _LONGEST_BOX, _LONGEST_STEP = 256, 8  # of a tensor map: elements that a box reaches over, from one to the next
 _MOST_STAGES = 8
 _BARRIER_BYTES = 16  # of a stage
-# Most columns of a thread's sums, and of a product, by warpgroups: more than the compiler finds registers for at first.
-_SUMS, _COLUMNS = {1: 192, 2: 192, 3: 128}, {1: 256, 2: 256, 3: 192}
+# Most columns of a thread's sums, by warpgroups: more than the compiler finds registers for at first.
+_SUMS = {1: 192, 2: 192, 3: 128}
 _PIXELS = 32, 256  # of a tile, least and most
 _POWERS, _WIDTHS = (1, 2, 4, 8, 16, 32, 64, 128), (8, 16, 32, 64, 128)  # what its extents may be, and columns
 _MENU = 3  # tiles of a menu
@@ -87,7 +87,6 @@ class Tile:
     size: Size  # images, rows and columns of pixels of a tile
     pair_rows: bool  # whether a step has eight pixels of each of two rows, not sixteen of one
     sides: Pair  # warpgroups with input channels of their own, and with output channels of their own
-    atoms: int  # lines of 64 output channels of a warpgroup
     taps_h: Taps  # taps_h, taps_w: taps of a block down and across
     taps_w: Taps
     multiprocessors: int = REFERENCE.multiprocessors  # multiprocessors of the GPU, each of which runs one block
@@ -104,7 +103,7 @@ class Tile:
     @property
     def block_channels(self) -> Pair:
         """Input and output channels of a block."""
-        return _ATOM * self.sides[0], _ATOM * self.sides[1] * self.atoms
+        return _ATOM * self.sides[0], _ATOM * self.sides[1]
 
     @property
     def pixels(self) -> int:
@@ -124,7 +123,7 @@ class Tile:
     @property
     def boxes(self) -> int:
         """Boxes of grad_output."""
-        return self.sides[1] * self.atoms * self.taps_h.boxes * self.taps_w.boxes
+        return self.sides[1] * self.taps_h.boxes * self.taps_w.boxes
 
     @cached_property
     def _stage_bytes(self) -> int:
@@ -158,7 +157,7 @@ class Tile:
     @property
     def columns(self) -> int:
         """Columns of a product."""
-        return min(self.atoms * _ATOM, -(-self.channels[1] // 16) * 16)
+        return min(_ATOM, -(-self.channels[1] // 16) * 16)
 
     @property
     def products(self) -> int:
@@ -236,14 +235,11 @@ def _layer_tiles(problem: Problem, multiprocessors: int) -> Iterator[Tile]:
     for side, axis in ((1, 0), (2, 0), (2, 1), (2, 2), (2, 3), (3, 0), (3, 1), (3, 2), (3, 3)):
         sides = [side if axis == other else 1 for other in range(4)]
         rows, columns = (_taps_of(problem, other, sides[2 + other]) for other in (0, 1))
-        for atoms, taps_h, taps_w in itertools.product((1, 2, 3, 4), rows, columns):
-            sums = taps_h.own * taps_w.own * atoms * _ATOM // 2
-            if (sides[0] - 1) * _ATOM >= ci or (sides[1] * atoms - 1) * _ATOM >= co or sums > _SUMS[side]:
-                continue
-            block = (sides[0], sides[1]), atoms, taps_h, taps_w, multiprocessors
-            tile = Tile(problem, (1, 1, 1), False, *block)
-            if tile.columns <= _COLUMNS[side]:
-                yield tile
+        if (sides[0] - 1) * _ATOM >= ci or (sides[1] - 1) * _ATOM >= co:
+            continue
+        for taps_h, taps_w in itertools.product(rows, columns):
+            if taps_h.own * taps_w.own * _ATOM // 2 <= _SUMS[side]:
+                yield Tile(problem, (1, 1, 1), False, (sides[0], sides[1]), taps_h, taps_w, multiprocessors)
 
 
 def _sized(tile: Tile, size: Size) -> Tile:
@@ -307,7 +303,6 @@ def macros_of(tile: Tile, dtype: torch.dtype, slices: int) -> Macros:
         "PAIR_ROWS": int(tile.pair_rows),
         "SIDES_CI": tile.sides[0],
         "SIDES_CO": tile.sides[1],
-        "ATOMS_CO": tile.atoms,
         **named_macros(tile, "columns stages shared_bytes"),
         **geometry_macros(tile.problem),
     }
