@@ -29,13 +29,12 @@
  *   CELLS=8, float: vectors 0 2 4 ... | 1 3 5 ...;  thread 1 starts at column 8, vector 2, the second of the first run
  *
  * Stores. A thread's outputs in a row are neighbours, and a warp transposes them in shared memory, see
- * epilogue/store_runs.cuh. In channels_last the channels of a pixel are neighbours: where the tile has all of them
- * (WHOLE_PIXELS), the same holds; else the TILE_OUT channels of each pixel are, which neighbouring lanes store then.
+ * epilogue/store_runs.cuh. In channels_last the TILE_OUT channels of a pixel are, which neighbouring lanes store then.
  * Outputs that hold the bias alone need no accumulators: whole rows of them are stored before the work begins, in
  * channels_last as whole pixels, columns between others come from the bias.
  *
  * Macros: ELEMENT_T; KERNEL_, STRIDE_, PADDING_, DILATION_ with H and W; IN_CHANNELS, OUT_CHANNELS (of a group);
- * CHANNELS_LAST, WHOLE_PIXELS; LANES_W, CELLS (TILE_W = LANES_W * CELLS), TILE_H, TILE_PHASES, TILE_PLANES, SPLIT_IN,
+ * CHANNELS_LAST; LANES_W, CELLS (TILE_W = LANES_W * CELLS), TILE_H, TILE_PHASES, TILE_PLANES, SPLIT_IN,
  * TILE_IN, TILE_OUT; LOAD_VECTOR, VECTOR (elements of a load and of a store); LEAST_BLOCKS (that a multiprocessor shall
  * hold), SHARED_BYTES, INDEX_64; DEPTHWISE, and then ROWS and PLANE_VECTOR, else 1, and LOOPED (p.turns may be more than
  * 1), else 0. Chosen by gemmconv/kernels/direct/forward.py.
@@ -193,11 +192,11 @@ __device__ constexpr bias_rows_t kBiasRows = [] {
 constexpr int kOutTiles = ceil_div(OUT_CHANNELS, TILE_OUT);
 constexpr int kBiasRowsOfCell = STRIDE_H - axis_h::kPhases + (STRIDE_H == axis_h::kPhases);  // at least one, to divide by
 
-#if !CHANNELS_LAST || WHOLE_PIXELS
+#if !CHANNELS_LAST
 /* Store the output rows that no tap reaches, a warp one row of the tile after the other. */
 __device__ __forceinline__ void store_bias_rows(const direct_forward_params& p, const tile_t& tile) {
-    constexpr int kOuts = WHOLE_PIXELS ? TILE_OUT : 1, kLength = kTileW * STRIDE_W * kOuts;
-    const int ow = tile.cell_column * STRIDE_W, elements = min(kTileW * STRIDE_W, p.w_out - ow) * kOuts;
+    constexpr int kLength = kTileW * STRIDE_W;
+    const int ow = tile.cell_column * STRIDE_W, elements = min(kLength, p.w_out - ow);
     const int lane_element = threadIdx.x % 32 * VECTOR;
     #pragma unroll 1
     for (int line = threadIdx.x / 32; line < kBiasRowsOfCell * TILE_H * TILE_PLANES; line += kThreads / 32) {
@@ -207,19 +206,13 @@ __device__ __forceinline__ void store_bias_rows(const direct_forward_params& p, 
         if (oh >= p.h_out || plane >= p.planes) continue;
         ELEMENT_T* __restrict__ target = p.output + output_offset(p, plane, tile.first_out, oh, ow) + lane_element;
         #pragma unroll 1
-        for (int run = tile.first_out; run < least(OUT_CHANNELS, tile.first_out + TILE_OUT); run += kOuts) {
+        for (int out = tile.first_out; out < least(OUT_CHANNELS, tile.first_out + TILE_OUT); ++out) {
             vector_t<VECTOR> values;
             #pragma unroll
-            for (int e = 0; e < VECTOR; ++e) values.value[e] = narrow<ELEMENT_T>(bias_of(p.bias, group, run));
+            for (int e = 0; e < VECTOR; ++e) values.value[e] = narrow<ELEMENT_T>(bias_of(p.bias, group, out));
             #pragma unroll (kLength <= 32 * 16 * VECTOR ? kLength / 32 / VECTOR + 1 : 4)
-            for (int first = 0; first < kLength; first += 32 * VECTOR) {
-                const int element = first + lane_element;
-                if (kOuts > 1)
-                    #pragma unroll
-                    for (int e = 0; e < VECTOR; ++e)
-                        values.value[e] = narrow<ELEMENT_T>(bias_of(p.bias, group, run + (element + e) % kOuts));
-                if (element < elements) *reinterpret_cast<vector_t<VECTOR>*>(target + first) = values;
-            }
+            for (int first = 0; first < kLength; first += 32 * VECTOR)
+                if (first + lane_element < elements) *reinterpret_cast<vector_t<VECTOR>*>(target + first) = values;
             target += static_cast<index_t>(p.h_out) * p.w_out;
         }
     }
@@ -270,16 +263,15 @@ __device__ __forceinline__ ELEMENT_T output_of(const sums_t& sum, const biases_t
     return narrow<ELEMENT_T>(bias[out] + (phase == kNone ? 0 : sum[out][pixel / STRIDE_W][phase < 0 ? 0 : phase]));
 }
 
-#if !CHANNELS_LAST || WHOLE_PIXELS
+#if !CHANNELS_LAST
 /* Store what the threads of a warp own, lines of cell rows. */
 __device__ __forceinline__ void store_sums(
     const direct_forward_params& p, const tile_t& tile, const sums_t& sum, const biases_t& bias, int first_phase) {
-    constexpr int kDepth = WHOLE_PIXELS ? TILE_OUT : 1;  // channels of a pixel that are neighbours in memory
     constexpr int kStageBytes = SHARED_BYTES / (kPartThreads / 32) / 16 * 16;  // of a warp
     const index_t out_pixels = static_cast<index_t>(p.h_out) * p.w_out;
     const int warp = threadIdx.x / 32, ow = tile.cell_column * STRIDE_W;
     const place_t first = place_of(warp * 32);
-    const auto value = [&](int run, int i) { return output_of(sum, bias, kDepth == 1 ? run : i % kDepth, i / kDepth); };
+    const auto value = [&](int out, int pixel) { return output_of(sum, bias, out, pixel); };
     const auto line_of = [&](int thread) {
         place_t place = first;  // most warps stay within a phase of a plane
         if (TILE_H * LANES_W % 32 == 0) place.row += thread / LANES_W;
@@ -287,10 +279,10 @@ __device__ __forceinline__ void store_sums(
         const int phase = first_phase + place.phase, plane = tile.first_plane + place.plane;
         const int oh = (tile.cell_row + place.row) * STRIDE_H + axis_h::output(phase);
         const bool inside = phase < axis_h::kPhases && plane < p.planes && oh < p.h_out;
-        const index_t image = place.plane * (OUT_CHANNELS / kDepth) * out_pixels;
-        return line_t{(image + static_cast<index_t>(oh) * p.w_out + ow) * kDepth, inside ? (p.w_out - ow) * kDepth : 0};
+        const index_t image = place.plane * OUT_CHANNELS * out_pixels;
+        return line_t{image + static_cast<index_t>(oh) * p.w_out + ow, inside ? p.w_out - ow : 0};
     };
-    store_runs<TILE_OUT / kDepth, kNeighbours * kDepth, LANES_W, VECTOR, kStageBytes>(
+    store_runs<TILE_OUT, kNeighbours, LANES_W, VECTOR, kStageBytes>(
         p.output + output_offset(p, tile.first_plane, tile.first_out, 0, 0),
         reinterpret_cast<ELEMENT_T*>(shared + warp * kStageBytes),
         OUT_CHANNELS % TILE_OUT == 0 ? TILE_OUT : OUT_CHANNELS - tile.first_out,

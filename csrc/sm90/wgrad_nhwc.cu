@@ -19,8 +19,7 @@
  * be finite, as in sm90/implicit_gemm.cu.
  *
  * Along an axis, tap i of a block is in box i % BOXES and i / BOXES shifts further on. Blocks have taps of their own, and so
- * have warpgroups: SIDES_H, SIDES_W of them; others have channels of their own: SIDES_CI of 64, SIDES_CO of 64 * ATOMS_CO.
- * Taps of a box may be columns of one product (MERGED of them), which then has 64 channels of each.
+ * have warpgroups: SIDES_H, SIDES_W of them; others have channels of their own: SIDES_CI of 64, SIDES_CO of 64.
  *
  * A block goes over a slice of the pixels, tile after tile, and writes a partial sum for each weight;
  * splits/reduce.cu adds the slices in their order. One thread begins all copies.
@@ -28,7 +27,7 @@
  * Macros: ELEMENT_T; PARTIAL_T (of partial sums: float, or ELEMENT_T where there is one slice); CI, CO (channels of a
  * group); KERNEL_, STRIDE_, PADDING_, DILATION_ with H and W; TILE_N, TILE_H, TILE_W (images, rows and columns of a
  * tile's pixels: powers of two, whatever the sizes of images); PAIR_ROWS (whether a step has eight pixels of two rows
- * each, or sixteen); SIDES_CI, SIDES_CO, SIDES_H, SIDES_W; ATOMS_CO; TAPS_H, TAPS_W, BOXES_H, BOXES_W; MERGED; COLUMNS
+ * each, or sixteen); SIDES_CI, SIDES_CO, SIDES_H, SIDES_W; TAPS_H, TAPS_W, BOXES_H, BOXES_W; COLUMNS
  * (of a product); STAGES; SHARED_BYTES. Chosen by gemmconv/kernels/sm90/wgrad_nhwc.py.
  */
 #define WGMMA_COLUMNS COLUMNS
@@ -54,7 +53,7 @@ constexpr int kWarpgroups = SIDES_CI * SIDES_CO * SIDES_H * SIDES_W, kMultiplier
 constexpr int kThreads = kMultipliers + 128;
 constexpr int kRegisters = 65536 / kThreads / 8 * 8, kHelperRegisters = 24;
 constexpr int kMultiplierRegisters = (kRegisters * kThreads - 128 * kHelperRegisters) / kMultipliers / 8 * 8;
-constexpr int kBlockCi = kAtom * SIDES_CI, kOwnCo = kAtom * ATOMS_CO, kBlockCo = kOwnCo * SIDES_CO;
+constexpr int kBlockCi = kAtom * SIDES_CI, kBlockCo = kAtom * SIDES_CO;
 constexpr int kCiTiles = ceil_div(CI, kBlockCi), kCoTiles = ceil_div(CO, kBlockCo);
 
 /* Taps of a block and of a warpgroup along an axis, and where blocks begin. */
@@ -78,20 +77,19 @@ using taps_h = taps_t<KERNEL_H, STRIDE_H, DILATION_H, TAPS_H, BOXES_H, SIDES_H>;
 using taps_w = taps_t<KERNEL_W, STRIDE_W, DILATION_W, TAPS_W, BOXES_W, SIDES_W>;
 
 // Lines in shared memory: stages [STAGES] of the input's [SIDES_CI][pixels], and of grad_output's
-// [SIDES_CO * ATOMS_CO][BOXES_H][BOXES_W][kBox]; barriers.
+// [SIDES_CO][BOXES_H][BOXES_W][kBox]; barriers.
 constexpr int kPixels = TILE_N * TILE_H * TILE_W, kSteps = kPixels / 16;
 constexpr int kBoxH = TILE_H + taps_h::kExtra, kBoxW = TILE_W + taps_w::kExtra;
 constexpr int kComing = TILE_N * kBoxH * kBoxW, kBox = ceil_div(kComing, 8) * 8;  // lines
 constexpr int kAtomLines = BOXES_H * BOXES_W * kBox;
-constexpr int kInputs = SIDES_CI * kPixels, kStage = (kInputs + SIDES_CO * ATOMS_CO * kAtomLines) * kLine;
-constexpr int kStageBytes = (kInputs + SIDES_CO * ATOMS_CO * BOXES_H * BOXES_W * kComing) * kLine;  // that come
+constexpr int kInputs = SIDES_CI * kPixels, kStage = (kInputs + SIDES_CO * kAtomLines) * kLine;
+constexpr int kStageBytes = (kInputs + SIDES_CO * BOXES_H * BOXES_W * kComing) * kLine;  // that come
 static_assert(kPixels % 16 == 0, "a step has sixteen pixels");
 static_assert(PAIR_ROWS ? TILE_W % 8 == 0 && TILE_H % 2 == 0
                         : TILE_W % 16 == 0 || (kBoxW == TILE_W && (kBoxH == TILE_H || TILE_H * TILE_W % 16 == 0)),
               "the pixels of a step lie at regular distances in boxes");
 static_assert(STAGES * kStage + 2 * STAGES * 8 <= SHARED_BYTES, "the stages fit the shared memory of the launch");
-static_assert(ATOMS_CO == 1 || MERGED == 1, "columns of a product are of several channels or taps");
-constexpr int kOwnW = taps_w::kOwn / MERGED, kSums = taps_h::kOwn * kOwnW;
+constexpr int kOwnW = taps_w::kOwn, kSums = taps_h::kOwn * kOwnW;
 constexpr int kColumns = COLUMNS;  // of a product: few channels need not be 64
 extern __shared__ __align__(1024) unsigned char shared[];
 
@@ -137,7 +135,7 @@ __device__ __forceinline__ void produce(const wgrad_nhwc_params& p, barriers_t& 
         for (int atom = 0; atom < SIDES_CI; ++atom, to += kPixels * kLine)
             tma_load(to, p.input, in_channel + atom * kAtom, column, row, image, full);
         #pragma unroll
-        for (int box = 0; box < SIDES_CO * ATOMS_CO * BOXES_H * BOXES_W; ++box, to += kBox * kLine) {
+        for (int box = 0; box < SIDES_CO * BOXES_H * BOXES_W; ++box, to += kBox * kLine) {
             const int atom = box / (BOXES_H * BOXES_W), kh = box / BOXES_W % BOXES_H, kw = box % BOXES_W;
             tma_load(to, p.grad_output, out_channel + atom * kAtom, out_column + kw * DILATION_W,
                      out_row + kh * DILATION_H, image, full);
@@ -194,10 +192,9 @@ __device__ __forceinline__ void consume(const wgrad_nhwc_params& p, barriers_t& 
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
     const int own_line = tap_line<taps_h, BOXES_H>(side_h * taps_h::kOwn, BOXES_W * kBox, kBoxW) +
                          tap_line<taps_w, BOXES_W>(side_w * taps_w::kOwn, kBox, 1);
-    constexpr int kDistance = MERGED > 1 ? taps_w::kShift : kAtomLines;  // lines, of 64 columns and the next
     const descriptor_t all_inputs = descriptor_mn_major(shared + side_ci * kPixels * kLine, 1024, kInputPair * kLine);
     const descriptor_t all_outputs =
-        descriptor_mn_major(shared + (kInputs + side_co * ATOMS_CO * kAtomLines + own_line) * kLine, kDistance * kLine,
+        descriptor_mn_major(shared + (kInputs + side_co * kAtomLines + own_line) * kLine, kAtomLines * kLine,
                            kBoxPair * kLine);
     float sums[kSums][kColumns / 2];
     #pragma unroll
@@ -213,9 +210,8 @@ __device__ __forceinline__ void consume(const wgrad_nhwc_params& p, barriers_t& 
             const descriptor_t left = advance(inputs, input_line(kStep) * kLine);
             each<kSums>([&](auto sum_c) {
                 constexpr int kSum = sum_c, kTapH = kSum / kOwnW, kTapW = kSum % kOwnW;
-                constexpr int kFirstW = kTapW / BOXES_W * (BOXES_W * MERGED) + kTapW % BOXES_W;
                 constexpr int kOffset = box_line(kStep) + tap_line<taps_h, BOXES_H>(kTapH, BOXES_W * kBox, kBoxW) +
-                                        tap_line<taps_w, BOXES_W>(kFirstW, kBox, 1);
+                                        tap_line<taps_w, BOXES_W>(kTapW, kBox, 1);
                 wgmma_turned<ELEMENT_T, kColumns>(sums[kSum], left, advance(outputs, kOffset * kLine), 1);
             });
         });
@@ -229,7 +225,7 @@ __device__ __forceinline__ void consume(const wgrad_nhwc_params& p, barriers_t& 
     for (int i = 0; i < kSums; ++i) wgmma_finish_rows(sums[i]);
 
     const int first_ci = work.ci + side_ci * kAtom + warp * 16 + lane / 4;
-    const int first_co = work.co + side_co * kOwnCo + unit_column();
+    const int first_co = work.co + side_co * kAtom + unit_column();
     constexpr int kUnitValues = elements_of_unit<PARTIAL_T>, kRow = CO / kUnitValues;
     // Indices of units are int: with those of 64 bits, the compiler stores words.
     unit_t* partials = reinterpret_cast<unit_t*>(p.partials) +
@@ -237,15 +233,14 @@ __device__ __forceinline__ void consume(const wgrad_nhwc_params& p, barriers_t& 
     constexpr int kUnits = ceil_div(kColumns / 8, kUnitBlocks);
     each<kSums * kUnits>([&](auto unit_c) {
         constexpr int kUnit = unit_c % kUnits, kSum = unit_c / kUnits;
-        constexpr int kColumn = kUnit * kUnitBlocks * 8, kMerged = MERGED > 1 ? kColumn / kAtom : 0;
+        constexpr int kColumn = kUnit * kUnitBlocks * 8;
         constexpr int kBlocks = (kColumns - kColumn) / 8 < kUnitBlocks ? (kColumns - kColumn) / 8 : kUnitBlocks;
-        constexpr int kOwn = (kSum % kOwnW / BOXES_W * MERGED + kMerged) * BOXES_W + kSum % kOwnW % BOXES_W;
         const int kh = work.kh + taps_h::tap(side_h * taps_h::kOwn + kSum / kOwnW);
-        const int kw = work.kw + taps_w::tap(side_w * taps_w::kOwn + kOwn);
+        const int kw = work.kw + taps_w::tap(side_w * taps_w::kOwn + kSum % kOwnW);
         #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const unit_t unit = unit_of<PARTIAL_T, kBlocks>(sums[kSum] + kColumn / 2 + 2 * half);
-            const int ci = first_ci + 8 * half, co = first_co + kColumn - kMerged * kAtom;
+            const int ci = first_ci + 8 * half, co = first_co + kColumn;
             if (kh >= KERNEL_H || kw >= KERNEL_W || ci >= CI || co >= CO || unit_column() >= 8 * kBlocks) continue;
             partials[((kh * KERNEL_W + kw) * CI + ci) * kRow + co / kUnitValues] = unit;
         }

@@ -263,16 +263,12 @@ class _Layer:
         staged = -(-patch * self.sum_bytes // 16) * 16 + weights * self.sum_bytes
         part = tile.threads // tile.split
         sums = (tile.split - 1) * part * tile.cells * tile.channels_out * self.tap_phases_w * self.sum_bytes
-        if self.channels_last and not self.whole_pixels(tile):
+        if self.channels_last:
             put = math.gcd(tile.channels_out, 16 // self.item_bytes)
             run = (tile.channels_out // put | 1) * put  # see csrc/include/epilogue/store_runs.cuh
         else:
-            run = tile.cells * self.problem.stride[1] * (tile.channels_out if self.channels_last else 1)
+            run = tile.cells * self.problem.stride[1]
         return max(staged, sums, part * run * self.item_bytes)
-
-    def whole_pixels(self, tile: Tile) -> bool:
-        """Whether a tile has all channels of its pixels, and these are neighbours in memory."""
-        return self.channels_last and self.problem.groups == 1 and tile.channels_out == self.channels_out
 
     def cycles(self, tile: Tile, cost: _Cost | None = None) -> float:
         """Estimated cycles of an H200's multiprocessor; ``cost`` is that of the tile, if it is known."""
@@ -298,8 +294,7 @@ class _Layer:
         if self.channels_last:
             # L1 takes longer for weights, and for each piece of memory that a warp stores to: the channels of a pixel.
             pixels = self.tap_phases_h * self.problem.stride[1] * tile.cells / (tile.phases * tile.split)
-            lines = tile.channels_out * self.item_bytes / 128
-            pieces = pixels * (lines if self.whole_pixels(tile) else max(1.0, lines))
+            pieces = pixels * max(1.0, tile.channels_out * self.item_bytes / 128)
             instructions += _COST.pixel_instructions * pixels * tile.channels_out
             wavefronts += tap_rows * quads * double + _COST.piece_wavefronts * 32 * pieces
         # Staging adds to both.
@@ -326,7 +321,7 @@ class _Layer:
         moved = stored * self.item_bytes / (_COST.bytes_a_cycle * self.bytes_ratio)
         if self.channels_last:  # sectors of which a block stores a part cost more; rows of bias alone are whole pixels
             neighbours = tile.planes if tile.channels_out == self.channels_out else 1
-            parts = neighbours * tile.channels_out * self.item_bytes % 32 > 0 and not self.whole_pixels(tile)
+            parts = neighbours * tile.channels_out * self.item_bytes % 32 > 0
             apart = _COST.parts_apart_bytes if parts else _COST.apart_bytes
             apart *= self.tap_phases_h / self.problem.stride[0]
             moved *= 1 + apart / (tile.planes * tile.channels_out * self.item_bytes)
@@ -356,13 +351,10 @@ def _pitch(lanes_w: int, cells: int, halo_w: int, sum_bytes: int) -> int:
 def forward_macros(layer: _Layer, tile: Tile) -> Macros:
     """Macros that specialise csrc/direct/forward.cu."""
     p, itemsize = layer.problem, layer.item_bytes
-    neighbours = tile.cells * p.stride[1]
-    if layer.whole_pixels(tile):
-        vector = math.gcd(16 // itemsize, neighbours * tile.channels_out, p.output_size[1] * tile.channels_out)
-    elif layer.channels_last:
+    if layer.channels_last:
         vector = math.gcd(16 // itemsize, tile.channels_out, layer.channels_out)
     else:
-        vector = math.gcd(16 // itemsize, neighbours, p.output_size[1])
+        vector = math.gcd(16 // itemsize, tile.cells * p.stride[1], p.output_size[1])
     in_elements = p.in_pixels * max(p.in_channels, tile.planes * layer.channels_in)
     out_elements = p.out_pixels * max(p.out_channels, tile.planes * layer.channels_out)
     return {
@@ -380,7 +372,6 @@ def forward_macros(layer: _Layer, tile: Tile) -> Macros:
         "ROWS": tile.rows_each,
         "PLANE_VECTOR": tile.planes_each,
         "LOOPED": int(tile.looped),
-        "WHOLE_PIXELS": int(layer.whole_pixels(tile)),
         "LOAD_VECTOR": math.gcd(16 // itemsize, tile.channels_in, layer.channels_in),
         "VECTOR": vector,
         "LEAST_BLOCKS": layer.least_blocks(tile),

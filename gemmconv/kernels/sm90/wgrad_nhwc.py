@@ -9,7 +9,7 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -20,7 +20,7 @@ from gemmconv.kernels.base import DEFAULT_WORKSPACE_LIMIT, Config, Pass
 from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.integers import INT32_MAX, up_to_multiple
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros, named_macros
-from gemmconv.kernels.menu import menu_of
+from gemmconv.kernels.menu import menu_of, samples
 from gemmconv.kernels.program import Launch, Params, Program, TensorMapSpec
 from gemmconv.kernels.sm90.base import WeightGradKernel, image_map
 from gemmconv.kernels.sm90.implicit_gemm_plan import SHARED_BYTES
@@ -32,17 +32,11 @@ _STEP = 16  # pixels
 _LONGEST_BOX, _LONGEST_STEP = 256, 8  # of a tensor map: elements that a box reaches over, from one to the next
 _MOST_STAGES = 8
 _BARRIER_BYTES = 16  # of a stage
-# Most columns of a thread's sums, and of a product, by warpgroups: more than the compiler finds registers for at first.
-_SUMS, _COLUMNS = {1: 192, 2: 192, 3: 128}, {1: 256, 2: 256, 3: 192}
+# Most columns of a thread's sums, by warpgroups: more than the compiler finds registers for at first.
+_SUMS = {1: 192, 2: 192, 3: 128}
 _PIXELS = 32, 256  # of a tile, least and most
 _POWERS, _WIDTHS = (1, 2, 4, 8, 16, 32, 64, 128), (8, 16, 32, 64, 128)  # what its extents may be, and columns
-_MENU = 3  # tiles that a layer is compiled for, for images of alike sizes
-_ALIKE = (1, 2, 4, 8, 14, 1 << 20)  # extents up to each
-# Batches and sizes of images that menus are for, if images are so large; a single row is as long as others are in all.
-_USUAL = (
-    *((1, 16, 16), (4, 16, 16), (2, 32, 32), (16, 32, 32), (64, 56, 56), (8, 64, 64), (4, 128, 128), (8, 512, 512)),
-    *((16, 23, 29), (2, 37, 53), (32, 75, 100), (8, 100, 27), (1, 61, 151)),
-)
+_MENU = 3  # tiles of a menu
 Size = tuple[int, int, int]  # images, rows and columns of pixels
 _COST = costs_of("sm90/wgrad_nhwc")
 _DEVICE = costs_of("device")
@@ -93,10 +87,8 @@ class Tile:
     size: Size  # images, rows and columns of pixels of a tile
     pair_rows: bool  # whether a step has eight pixels of each of two rows, not sixteen of one
     sides: Pair  # warpgroups with input channels of their own, and with output channels of their own
-    atoms: int  # lines of 64 output channels of a warpgroup
     taps_h: Taps  # taps_h, taps_w: taps of a block down and across
     taps_w: Taps
-    merged: int  # taps of a row that are columns of one product
     multiprocessors: int = REFERENCE.multiprocessors  # multiprocessors of the GPU, each of which runs one block
 
     @property
@@ -111,7 +103,7 @@ class Tile:
     @property
     def block_channels(self) -> Pair:
         """Input and output channels of a block."""
-        return _ATOM * self.sides[0], _ATOM * self.sides[1] * self.atoms
+        return _ATOM * self.sides[0], _ATOM * self.sides[1]
 
     @property
     def pixels(self) -> int:
@@ -131,26 +123,20 @@ class Tile:
     @property
     def boxes(self) -> int:
         """Boxes of grad_output."""
-        return self.sides[1] * self.atoms * self.taps_h.boxes * self.taps_w.boxes
+        return self.sides[1] * self.taps_h.boxes * self.taps_w.boxes
 
     @cached_property
     def _stage_bytes(self) -> int:
         lines = self.sides[0] * self.pixels + self.boxes * up_to_multiple(math.prod(self.box), 8)
         return lines * _LINE_BYTES + _BARRIER_BYTES
 
-    @property
-    def unread_bytes(self) -> int:
-        """Bytes at the end of shared memory: columns of merged taps lie a few lines after those of the first, but
-        compute-sanitizer counts them as if they were a whole step further on."""
-        return (self.merged - 1) * _STEP * _LINE_BYTES
-
     @cached_property
     def stages(self) -> int:
-        return min(_MOST_STAGES, (SHARED_BYTES - 1024 - self.unread_bytes) // self._stage_bytes)
+        return min(_MOST_STAGES, (SHARED_BYTES - 1024) // self._stage_bytes)
 
     @property
     def shared_bytes(self) -> int:
-        return self.stages * self._stage_bytes + self.unread_bytes
+        return self.stages * self._stage_bytes
 
     @property
     def tiles_image(self) -> Pair:
@@ -171,14 +157,12 @@ class Tile:
     @property
     def columns(self) -> int:
         """Columns of a product."""
-        if self.merged > 1:
-            return _ATOM * self.merged
-        return min(self.atoms * _ATOM, -(-self.channels[1] // 16) * 16)
+        return min(_ATOM, -(-self.channels[1] // 16) * 16)
 
     @property
     def products(self) -> int:
         """Products of a step, of a warpgroup."""
-        return self.taps_h.own * self.taps_w.own // self.merged
+        return self.taps_h.own * self.taps_w.own
 
     @property
     def possible(self) -> bool:
@@ -251,15 +235,11 @@ def _layer_tiles(problem: Problem, multiprocessors: int) -> Iterator[Tile]:
     for side, axis in ((1, 0), (2, 0), (2, 1), (2, 2), (2, 3), (3, 0), (3, 1), (3, 2), (3, 3)):
         sides = [side if axis == other else 1 for other in range(4)]
         rows, columns = (_taps_of(problem, other, sides[2 + other]) for other in (0, 1))
-        for atoms, taps_h, taps_w in itertools.product((1, 2, 3, 4), rows, columns):
-            sums = taps_h.own * taps_w.own * atoms * _ATOM // 2
-            if (sides[0] - 1) * _ATOM >= ci or (sides[1] * atoms - 1) * _ATOM >= co or sums > _SUMS[side]:
-                continue
-            for merged in {1, taps_w.own // min(taps_w.own, taps_w.boxes) if atoms == 1 else 1}:
-                block = (sides[0], sides[1]), atoms, taps_h, taps_w, merged, multiprocessors
-                tile = Tile(problem, (1, 1, 1), False, *block)
-                if tile.columns <= _COLUMNS[side]:
-                    yield tile
+        if (sides[0] - 1) * _ATOM >= ci or (sides[1] - 1) * _ATOM >= co:
+            continue
+        for taps_h, taps_w in itertools.product(rows, columns):
+            if taps_h.own * taps_w.own * _ATOM // 2 <= _SUMS[side]:
+                yield Tile(problem, (1, 1, 1), False, (sides[0], sides[1]), taps_h, taps_w, multiprocessors)
 
 
 def _sized(tile: Tile, size: Size) -> Tile:
@@ -291,24 +271,20 @@ def _all_sizes(problem: Problem) -> Iterator[Size]:
 
 
 @functools.lru_cache(maxsize=1024)
-def _menu_of(layer: Problem, multiprocessors: int) -> list[Tile]:
-    """The tiles that a layer is compiled for, for images that are alike: those not much smaller than ``layer``'s.
+def _menu_of(problems: tuple[Problem, ...], multiprocessors: int) -> list[Tile]:
+    """The menu of a layer, by sample problems, the last of which has the longest axes.
 
     A kernel is compiled for each. Of those that have as much of the weights each, one takes the fewest cycles for the
     same pixels, whatever the sizes of images are: of these, tiles are taken that are the best beside those before.
     """
-    fastest: dict[tuple[int, Size], Tile] = {}
+    layer, fastest = problems[-1], dict[tuple[int, Size], Tile]()
     for tile, size in itertools.product(_layer_tiles(layer, multiprocessors), [*_all_sizes(layer)]):
         sized, key = _sized(tile, size), (tile.weight_blocks, size)
         if sized.possible and (key not in fastest or sized.cycles < fastest[key].cycles):
             fastest[key] = sized
     tiles = [*fastest.values()]
-    (height, width), usual = layer.input_size, []
-    for batch, down, across in _USUAL:
-        image = min(height, down if width > 1 else down * across), min(width, across if height > 1 else down * across)
-        usual.append(replace(layer, batch=batch, input_size=image))
     limit = max(DEFAULT_WORKSPACE_LIMIT, 4 * math.prod(layer.weight_shape))
-    menu = menu_of(tiles, [[tile.at(one).seconds(limit) for tile in tiles] for one in usual], _MENU)
+    menu = menu_of(tiles, [[tile.at(one).seconds(limit) for tile in tiles] for one in problems], _MENU)
     # Where fewer are the fastest at all these sizes, the first tile is the fastest at a few others.
     return [*menu, *tiles[:1]][:_MENU]
 
@@ -327,8 +303,7 @@ def macros_of(tile: Tile, dtype: torch.dtype, slices: int) -> Macros:
         "PAIR_ROWS": int(tile.pair_rows),
         "SIDES_CI": tile.sides[0],
         "SIDES_CO": tile.sides[1],
-        "ATOMS_CO": tile.atoms,
-        **named_macros(tile, "merged columns stages shared_bytes"),
+        **named_macros(tile, "columns stages shared_bytes"),
         **geometry_macros(tile.problem),
     }
     for axis, taps in (("H", tile.taps_h), ("W", tile.taps_w)):
@@ -364,8 +339,7 @@ class WgradNhwc(WeightGradKernel):
         problem, limit = config.problem, config.workspace_limit
         if not _reaches(problem) or problem.batch == 0 or limit < 4 * math.prod(problem.weight_shape):
             return None
-        height, width = (next((most for most in _ALIKE if size <= most), _ALIKE[-1]) for size in problem.input_size)
-        menu = _menu_of(replace(problem, batch=1, input_size=(height, width)), config.spec.multiprocessors)
+        menu = _menu_of(samples(problem), config.spec.multiprocessors)
         return min((tile.at(problem) for tile in menu), key=lambda tile: tile.seconds(limit), default=None)
 
     def fitted(self, config: Config, direction: Pass, tile: Tile) -> Tile | None:
