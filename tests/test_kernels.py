@@ -658,6 +658,10 @@ ROW_RUNS += [  # whose rows end before those of the input
 
 row_run_of = functools.partial(run_of, "gemm_fold_rows")
 ROWS = row_run_of(Case(2, 32, 64, (5, 136), (3, 3), (1, 1), (1, 1)), lambda tile: tile.slots == 1)
+# Nothing is shuffled, so lanes do not meet by that.
+ROWS_IN_PARTS = row_run_of(Case(2, 16, 32, (5, 256), (2, 1)), lambda tile: tile.slots == 1)
+# The last outputs come in a step behind the row's end.
+ROWS_BEHIND = row_run_of(Case(1, 16, 64, (3, 128), (3, 3), (1, 1), (1, 1)), lambda tile: tile.slots == 1)
 ROWS_TF32 = row_run_of(ROWS.case, lambda tile: (tile.outs, tile.chunk) == (32, 16), "tf32")
 # Not all chunks of two steps have a stage.
 ROWS_OF_MANY_CHUNKS = row_run_of(Case(1, 96, 16, (3, 40), (1, 3)), lambda tile: tile.chunk == 8, "tf32")
@@ -665,7 +669,7 @@ ROWS_OF_MANY_CHUNKS = row_run_of(Case(1, 96, 16, (3, 40), (1, 3)), lambda tile: 
 ROWS_OF_TAPS_APART = row_run_of(
     Case(1, 32, 32, (3, 36), (3, 7)), lambda tile: tile.taps_together < tile.weight_rows, "tf32"
 )
-ROW_RUNS += [ROWS, ROWS_TF32, ROWS_OF_MANY_CHUNKS, ROWS_OF_TAPS_APART]
+ROW_RUNS += [ROWS, ROWS_IN_PARTS, ROWS_BEHIND, ROWS_TF32, ROWS_OF_MANY_CHUNKS, ROWS_OF_TAPS_APART]
 
 
 # Each case in each type, in its own tile and in others.
@@ -1518,9 +1522,9 @@ EDITS = {
         "rows_of_another_lane": (ROWS, r"lane % 4 \+ lanes < 4", "lane % 4 + lanes <= 4"),
         "rows_lines_read_too_early":
             (ROWS, r"__syncwarp\(\);(\s*#pragma unroll\s*for \(int i = 0; i < kPieces)", r"\1"),
-        "rows_lines_overwritten": (ROWS, r"__syncwarp\(\);(\s*each<kLine / 8>)", r"\1"),
+        "rows_lines_overwritten": (ROWS_IN_PARTS, r"__syncwarp\(\);(\s*each<kLine / 8>)", r"\1"),
         "rows_end_too_early":
-            (ROWS, r"for \(; step < p\.steps; \+\+step\)", "for (; step < 0; ++step)", "relative error inf"),
+            (ROWS_BEHIND, r"for \(; step < p\.steps; \+\+step\)", "for (; step < 0; ++step)", "relative error inf"),
         "rows_tf32_weights_not_waited_for":
             (ROWS_TF32, r"barrier_wait\(barriers\.weights, 0\);", "", "relative error|never waited for"),
         "rows_tf32_inputs_not_waited_for": (ROWS_TF32, r"barrier_wait\(barriers\.full[^;]*;", ";", UNREAD),
@@ -1532,7 +1536,7 @@ EDITS = {
         "rows_tf32_lines_read_too_early":
             (ROWS_TF32, r"__syncwarp\(\);(\s*#.*\s*for.*\s*pieces)", r"\1"),
         "rows_tf32_nothing_kept": (ROWS_TF32, r"if \(t \* 2 \+ i < target\.early\(g\)\)", "if (false)"),
-        "rows_tf32_kept_too_late": (ROWS_TF32, r"copy<kTogether>\(own_kept \+ i, begin \+ kLine \+ i\)", ""),
+        "rows_tf32_kept_too_late": (ROWS_TF32, r"copy<VECTOR>\(own_kept \+ i, begin \+ kLine \+ i\)", ""),
         "rows_tf32_beyond_the_row": (ROWS_TF32, r"const bool within = [^;]*;", "const bool within = true;"),
     },
     "load/registers.cuh": {
