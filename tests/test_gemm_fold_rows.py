@@ -3,7 +3,7 @@
 No kernel runs.
 """
 
-import math
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -24,20 +24,11 @@ def tiles(draw, *itemsizes):
     """Any tile that a problem may have, of elements of so many bytes; of 16 bits and TF32 by default."""
     itemsize = draw(st.sampled_from(itemsizes or (2, 4)))
     kernel_size = draw(st.tuples(st.integers(1, 5), st.integers(1, 9)))
-    stride = tuple(draw(st.integers(1, min(size, 4))) for size in kernel_size)
-    # Where stride and dilation have no factor in common, every phase has a tap.
-    dilation = tuple(draw(st.sampled_from((1, 2, 3, 4) if step == 1 else (1, step + 1))) for step in stride)
     input_size = draw(st.integers(1, 40)), 8 * draw(st.integers(1, 40))
-    more = tuple(draw(st.integers(0, max(stride[axis], dilation[axis]) - 1)) for axis in (0, 1))
-    reach = [dilation[axis] * (kernel_size[axis] - 1) for axis in (0, 1)]
-    most = [((input_size[axis] - 1) * stride[axis] + reach[axis] + more[axis]) // 2 for axis in (0, 1)]
-    padding = tuple(draw(st.integers(0, min(most[axis], reach[axis] + 9))) for axis in (0, 1))
-    groups, batch = draw(st.integers(1, 3)), draw(st.integers(1, 5))
-    in_channels = draw(st.integers(1, 8)) * 16 * groups if groups > 1 else draw(st.integers(1, 130))
-    out_channels = draw(st.integers(1, 80)) * groups
-    problem = Problem(
-        batch, in_channels, out_channels, groups, input_size, kernel_size, stride, padding, more, dilation
-    )
+    most = [(input_size[axis] + kernel_size[axis] - 2) // 2 for axis in (0, 1)]
+    padding = tuple(draw(st.integers(0, min(most[axis], kernel_size[axis] + 8))) for axis in (0, 1))
+    batch, in_channels, out_channels = draw(st.integers(1, 5)), draw(st.integers(1, 130)), draw(st.integers(1, 80))
+    problem = Problem(batch, in_channels, out_channels, 1, input_size, kernel_size, (1, 1), padding)
     direction = draw(st.sampled_from(("forward", "input_grad")))
     config = config_of(problem, torch.float16 if itemsize == 2 else torch.float32)
     return any_of(draw, KERNEL.tiles(config, direction))
@@ -63,62 +54,41 @@ def reads(tile, axis):
 @each_tile
 def test_columns_meet_the_outputs_that_the_definition_has_them_meet(tile):
     """A column of a tap is read as many columns later as it is delayed, by the cell that is delayed as well."""
-    span, width = tile.span[1], tile.output_size[1]
-    found = set()
-    for tap, delay in zip(tile.taps_across, tile.delays, strict=True):
+    width, found = tile.output_size[1], set()
+    for delay, tap in enumerate(tile.taps_across, start=tile.first_delay):
         for column in range(tile.multiplied):
-            output = (column + delay - tile.delayed) * span + tap.phase
+            output = column + delay - tile.delayed
             if 0 <= output < width and column + delay < tile.steps * tile.columns:
                 found.add((output, tap.tap, column))
     assert found == reads(tile, 1)
-    assert 0 <= min(tile.delays) <= max(tile.delays) <= 8
+    assert 0 <= tile.first_delay <= tile.first_delay + len(tile.taps_across) - 1 <= 8
 
 
-@each_tile_of_tf32
+@each_tile
 def test_input_rows_of_taps_are_those_that_the_definition_has(tile):
+    """The row of a tap down is one below that of the tap before."""
     found = set()
-    for item in range(tile.image_items):
-        for phase, (first, places) in enumerate(zip(tile.first_rows, tile.row_places, strict=True)):
-            for row in range(tile.rows):
-                output = (item * tile.rows + row) * tile.span[0] + phase
-                assert len(places) <= tile.weight_rows
-                assert max(places) + row < tile.input_rows
-                for tap, place in zip(tile.taps_down[phase], places, strict=True):
-                    input_row = item * tile.rows + first + row + place
-                    if output < tile.output_size[0] and 0 <= input_row < tile.input_size[0]:
-                        found.add((output, tap.tap, input_row))
-    assert found == reads(tile, 0)
-
-
-@each_tile_of_16_bits
-def test_input_rows_are_those_that_the_definition_has(tile):
-    found = set()
-    for item in range(tile.image_items):
-        for phase, rows in enumerate(tile.row_taps):
-            for i, own in enumerate(rows):
-                for row in range(tile.rows):
-                    cell = item * tile.rows + row
-                    output = cell * tile.span[0] + phase
-                    input_row = item * tile.rows + tile.first_rows[phase] + i
-                    if own[row] < 0 or output >= tile.output_size[0] or not 0 <= input_row < tile.input_size[0]:
-                        continue
-                    found.add((output, tile.taps_down[phase][own[row]].tap, input_row))
+    for output, (place, tap) in itertools.product(range(tile.output_size[0]), enumerate(tile.taps_down)):
+        row = output % tile.rows
+        assert place + row < tile.input_rows
+        input_row = output - row + tile.first_row + row + place
+        if 0 <= input_row < tile.input_size[0]:
+            found.add((output, tap.tap, input_row))
     assert found == reads(tile, 0)
 
 
 @each_tile
-def test_cells_cover_all_outputs(tile):
-    assert tile.image_items * tile.rows >= tile.cells[0] > (tile.image_items - 1) * tile.rows
-    assert (tile.steps * tile.columns - tile.delayed) * tile.span[1] >= tile.output_size[1] + tile.kept
+def test_items_cover_all_outputs(tile):
+    assert tile.image_items * tile.rows >= tile.output_size[0] > (tile.image_items - 1) * tile.rows
+    assert tile.steps * tile.columns - tile.delayed >= tile.output_size[1] + tile.kept
     assert tile.channel_sets * tile.outs >= tile.out_channels > (tile.channel_sets - 1) * tile.outs
     assert tile.channels >= tile.in_channels > tile.channels - 32 // tile.itemsize
-    assert tile.channels == tile.in_channels or tile.problem.groups == 1
 
 
 @each_tile_of_tf32
 def test_copies_and_stores_of_tf32_are_aligned(tile):
     assert tile.input_size[1] * 4 % 16 == 0
-    for place in (tile.delayed * tile.span[1], tile.columns * tile.span[1], tile.output_size[1]):
+    for place in (tile.delayed, tile.columns, tile.output_size[1]):
         assert place % tile.vector == 0
     assert tile.stage_bytes % 512 == 0  # where the order of pieces begins anew
     assert tile.weight_bytes % 16 == tile.steps % 2 == 0
@@ -127,16 +97,14 @@ def test_copies_and_stores_of_tf32_are_aligned(tile):
 @each_tile_of_tf32
 def test_lines_of_whole_sectors_begin_early_and_end_early(tile):
     """Whatever a row begins with: memory is written eight outputs at a time."""
-    width, line = tile.output_size[1], 2 * tile.columns * tile.span[1]
+    width, line = tile.output_size[1], 2 * tile.columns
     for begin in range(0, 8, tile.vector):
-        early = (begin - tile.delayed * tile.span[1]) % 8 if tile.whole_sectors else 0
-        if not tile.whole_sectors and begin:
-            continue  # all rows begin with a sector
+        early = (begin - tile.delayed) % 8
         assert early <= tile.kept or width % 8 == 0
         assert early % tile.vector == 0
         stored = set()
         for step in range(0, tile.steps, 2):
-            first = (step * tile.columns - tile.delayed) * tile.span[1] - early
+            first = step * tile.columns - tile.delayed - early
             assert (begin + first) % 8 == 0
             stored.update(range(max(0, first), min(width, first + line)))
         if width % 8 > 0 or begin == 0:
@@ -146,11 +114,8 @@ def test_lines_of_whole_sectors_begin_early_and_end_early(tile):
 @each_tile_of_16_bits
 def test_copies_and_stores_are_aligned(tile):
     assert tile.input_size[1] * 2 % 16 == 0
-    for place in (tile.delayed * tile.span[1], tile.columns * tile.span[1], tile.output_size[1], tile.line_pitch):
+    for place in (tile.delayed, tile.columns, tile.output_size[1], 72):  # a line's pitch
         assert place % tile.vector == 0
-    assert tile.columns % tile.line_cells == 0
-    assert tile.line_pitch >= tile.line_cells * tile.span[1]
-    assert tile.line_pitch % math.gcd(2 * tile.span[1], 8) == 0
     assert tile.stage_bytes % 1024 == tile.weight_bytes // tile.weight_rows % 1024 == 0
 
 
@@ -164,7 +129,7 @@ def test_sums_and_words_fit_registers_and_blocks_a_grid(tile):
         assert tile.lines <= 256
         # Of 24 at 221 to 230, at 231 to 240 and at 241 to 250, ptxas has one each spill.
         assert tile.registers_with(tile.taps_together) <= 250
-    assert tile.blocks_on(132) * tile.sets <= max(132, tile.sets)
+    assert tile.blocks_on(132) * tile.channel_sets <= max(132, tile.channel_sets)
 
 
 @pytest.mark.parametrize(("channels", "fetched"), [(64, 128), (32, 256)])
@@ -177,6 +142,6 @@ def test_the_l2_cache_fetches_less_where_much_is_on_its_way(channels, fetched):
 
 @each_tile
 def test_what_is_on_its_way_stays_in_the_l2_cache_where_all_of_a_line_is_fetched(tile):
-    lines = tile.blocks_on(132) * tile.sets * tile.input_rows * tile.in_channels
+    lines = tile.blocks_on(132) * tile.channel_sets * tile.input_rows * tile.in_channels
     assert (tile.fetched == 256) == (lines * 256 <= 16 << 20)
     assert tile.fetched in (128, 256)

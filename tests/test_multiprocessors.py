@@ -58,7 +58,8 @@ def launches(monkeypatch):
 def most_blocks(way, multiprocessors):
     """Blocks that run at once: one or some on each multiprocessor, but one for each set of weights at least."""
     resident = way.blocks_resident if isinstance(way, direct_forward_mma.Tile | gemm_fold_narrow.Tile) else 1
-    sets = way.sets if isinstance(way, direct_forward_mma.Tile | RowTile) else 1
+    sets = way.channel_sets if isinstance(way, RowTile) else 1
+    sets = way.sets if isinstance(way, direct_forward_mma.Tile) else sets
     return max(resident * multiprocessors, sets)
 
 

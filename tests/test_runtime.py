@@ -75,11 +75,6 @@ LAYERS = (
     *("stride_4", "channels_1024", "kb75", "kb81", "dcgan5", "groups_4", "groups_16"),
 )
 IN_ALL_TYPES = "decoder", "asymmetric", "depthwise"
-ODD_ROWS = {  # rows of odd widths, which take more registers
-    "odd_stride_2": Problem(8, 64, 96, 1, (128, 128), (3, 3), (2, 2), (1, 1)),
-    "odd_stride_3": Problem(8, 64, 64, 1, (132, 132), (4, 4), (3, 3), (3, 3)),
-    "odd_stride_4": Problem(8, 16, 32, 1, (128, 128), (5, 5), (4, 4), (1, 1)),
-}
 
 
 def launches_of_kernels():
@@ -94,7 +89,6 @@ def launches_of_kernels():
         of_fused = kernel.name.startswith(("sm90/", "conv/"))
         on_tensor_cores = of_fused or kernel.name.endswith("_mma")
         problems = PROBLEMS | {name: layers[name] for name in LAYERS if on_tensor_cores}
-        problems |= ODD_ROWS if kernel.name == "sm90/gemm_fold_rows" else {}
         formats = [name for name, one in FORMATS.items() if kernel.computed_in in (None, one)]
         for direction, layout in product(kernel.directions, formats):
             kinds = cycle(KINDS)

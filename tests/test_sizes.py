@@ -98,7 +98,7 @@ SHUFFLE = Problem(8, 256, 256, 1, (24, 40), (2, 2), (2, 2))
 DCGAN = Problem(16, 64, 3, 1, (32, 32), (4, 4), (2, 2), (1, 1))
 IMAGES = Problem(128, 256, 128, 1, (8, 8), (4, 4), (2, 2), (1, 1))
 SIGNALS = Problem(16, 256, 128, 1, (1, 600), (1, 10), (1, 5))
-ROWS_OF_SECTORS = Problem(8, 64, 48, 1, (256, 252), (3, 5))  # rows of 256 outputs
+WIDE = Problem(8, 64, 48, 1, (256, 252), (3, 5))
 K4S2P1 = Problem(8, 64, 48, 1, (40, 56), (4, 4), (2, 2), (1, 1))
 FEATURES = Problem(8, 256, 128, 1, (32, 24), (4, 4), (2, 2), (1, 1))
 SLICED = replace(FEATURES, batch=32, in_channels=2048, out_channels=256, input_size=(32, 32))
@@ -116,9 +116,8 @@ DECLINED = [
     ("sm90/gemm_fold_pixels", "forward", HALF, NCHW, IMAGES, lambda tile: True, (128, (6, 6)), (128, (20, 20))),
     ("sm90/gemm_fold_pixels", "forward", TF32, NCHW, IMAGES, lambda tile: tile.position_blocks == 1, (128, (16, 16))),
     ("sm90/gemm_fold_pixels", "forward", HALF, NCHW, SIGNALS, lambda tile: True, (16, (1, 64)), (16, (2, 600))),
-    # Rows that begin elsewhere.
-    ("sm90/gemm_fold_rows", "forward", TF32, NCHW, ROWS_OF_SECTORS, lambda tile: not tile.whole_sectors,
-     (8, (256, 250)), (8, (256, 256)), (2**28, (256, 252))),
+    # Rows of 1000 bytes; more items than integers.
+    ("sm90/gemm_fold_rows", "forward", TF32, NCHW, WIDE, lambda tile: True, (8, (256, 250)), (2**28, (256, 252))),
     # Lines of several rows are for one width; rows of 100 bytes.
     ("sm90/wgrad_nchw", "weight_grad", HALF, NCHW, replace(K4S2P1, batch=64, input_size=(8, 8)),
      lambda tile: tile.flat, (5, (9, 12))),
@@ -143,14 +142,6 @@ def test_a_tile_declines_what_it_cannot_compute(kernel, direction, kind, layout,
     assert like(tile)
     for problem in at(layer, *sizes):
         assert kernel.fitted(replace(config, problem=problem), direction, tile) is None, problem
-
-
-def test_a_tile_that_cuts_sectors_serves_rows_of_whole_ones():
-    kernel, whole = KERNELS["sm90/gemm_fold_rows"], config_of(ROWS_OF_SECTORS, torch.float32, precision="tf32")
-    cut = replace(whole, problem=replace(ROWS_OF_SECTORS, input_size=(256, 256)))
-    fitted = kernel.fitted(whole, "forward", kernel.tile(cut, "forward"))  # has no need of whole sectors, but may
-    assert fitted.whole_sectors
-    assert not fitted.cuts_sectors
 
 
 TRIES, FOUND = 400, 3
@@ -231,10 +222,10 @@ FITTED = [
     ("gemm_fold_narrow", Case(2, 24, 2, (6, 19), (3, 3), (1, 1), (2, 2)), (2, (9, 30)), ["bfloat16"], "channels_last"),
     ("gemm_fold_narrow", Case(1, 12, 2, (5, 140), (3, 3), (2, 2), (1, 1)), (1, (4, 70)), ["float32"], "channels_last"),
     ("gemm_fold_rows", Case(3, 16, 24, (5, 72), (3, 3), (1, 1), (1, 1)), (2, (9, 136)), ["bfloat16"]),
-    ("gemm_fold_rows", Case(2, 32, 16, (4, 80), (4, 4), (2, 2), (1, 1)), (5, (9, 40)), ["bfloat16"]),
-    # Sectors that are not cut, by a tile for some that are.
+    ("gemm_fold_rows", Case(2, 32, 16, (4, 80), (4, 4), (1, 1), (1, 1)), (5, (9, 40)), ["bfloat16"]),
+    # Outputs that end with a sector, by a tile for some that do not.
     ("gemm_fold_rows", Case(3, 16, 24, (5, 76), (3, 5)), (2, (9, 144)), ["tf32"]),
-    ("gemm_fold_rows", Case(2, 24, 16, (4, 44), (4, 4), (2, 2), (1, 1)), (5, (9, 88)), ["tf32"]),
+    ("gemm_fold_rows", Case(2, 24, 16, (4, 44), (4, 4), (1, 1), (1, 1)), (5, (9, 88)), ["tf32"]),
     ("fused_weight_grad", Case(3, 24, 20, (5, 21), (4, 4), (2, 2), (1, 1)), (2, (9, 37)), ["float16", "tf32"]),
     ("fused_weight_grad", Case(2, 24, 16, (7, 18), (3, 3), (1, 1), (1, 1)), (1, (16, 38)), ["float16", "tf32"]),
     ("fused_weight_grad", Case(3, 24, 16, (3, 40), (3, 3), (1, 1), (1, 1)), (1, (20, 24)), ["float16", "tf32"]),

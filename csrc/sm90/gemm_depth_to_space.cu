@@ -41,7 +41,7 @@ __device__ __forceinline__ int lane_line() { return threadIdx.x % 4 * kLane; }
 
 /* Where a lane's outputs of its first line go, of two positions, and whether there are any. */
 struct places_t {
-    ELEMENT_T* to[2] = {};
+    ELEMENT_T* target[2] = {};
     bool inside[2] = {};
 
     places_t() = default;
@@ -50,21 +50,21 @@ struct places_t {
         const int column = line / kTaps * out_plane(p) + line % kTaps / KERNEL_W * out_width(p) + line % KERNEL_W;
         #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            const int here = position + warp * 16 + (kPaired ? g * 2 + h : g + h * 8);
-            const int image = divided(here, p.by_pixels), pixel = here - image * pixels;
+            const int own = position + warp * 16 + (kPaired ? g * 2 + h : g + h * 8);
+            const int image = divided(own, p.by_pixels), pixel = own - image * pixels;
             const int row = KERNEL_H == 1 ? 0 : divided(pixel, p.by_width);  // pixel * KERNEL_W counts one of its KERNEL_H rows
-            inside[h] = here < p.positions;
-            to[h] = p.output + (static_cast<long long>(image) * (p.out_channels * static_cast<long long>(out_plane(p))) +
-                                (row * ((KERNEL_H - 1) * out_width(p)) + pixel * KERNEL_W + column));
+            inside[h] = own < p.positions;
+            target[h] = p.output + (static_cast<long long>(image) * (p.out_channels * static_cast<long long>(out_plane(p))) +
+                                    (row * ((KERNEL_H - 1) * out_width(p)) + pixel * KERNEL_W + column));
         }
     }
 
     /* Those of output channels from `first` on. */
     __device__ __forceinline__ places_t from(const pixels_on_m_params& p, int first) const {
-        places_t there = *this;
+        places_t moved = *this;
         #pragma unroll
-        for (int h = 0; h < 2; ++h) there.to[h] += static_cast<long long>(first) * out_plane(p);
-        return there;
+        for (int h = 0; h < 2; ++h) moved.target[h] += static_cast<long long>(first) * out_plane(p);
+        return moved;
     }
 };
 
@@ -103,35 +103,36 @@ struct outputs_t {
             constexpr int kRuns = KERNEL_W == 1 ? 2 : 1, kRunWords = kWords / kRuns;  // stretches of the output
             #pragma unroll
             for (int e = 0; e < kRuns; ++e) {
-                const bool is = WHOLE_OUTS || kOut + (kTaps == 1 ? e : 0) < outs;
-                const int there = at + e * (KERNEL_H > 1 ? out_width(p) : out_plane(p));
+                const bool exists = WHOLE_OUTS || kOut + (kTaps == 1 ? e : 0) < outs;
+                const int offset = at + e * (KERNEL_H > 1 ? out_width(p) : out_plane(p));
                 const unsigned* run = words[kTurn] + e * kRunWords;
                 if constexpr (kPaired) {
-                    store_run<kRunWords>(places.to[0] + there, run, places.inside[0] && is);
+                    store_run<kRunWords>(places.target[0] + offset, run, places.inside[0] && exists);
                 } else if constexpr (kRunWords == 1) {
                     #pragma unroll
                     for (int h = 0; h < 2; ++h) {
                         const unsigned short half[1] = {static_cast<unsigned short>(run[0] >> h * 16)};
-                        store_words(places.to[h] + there, half, places.inside[h] && is);
+                        store_words(places.target[h] + offset, half, places.inside[h] && exists);
                     }
                 } else {
                     #pragma unroll
                     for (int h = 0; h < 2; ++h)
-                        store_run<kRunWords / 2>(places.to[h] + there, run + h * (kRunWords / 2), places.inside[h] && is);
+                        store_run<kRunWords / 2>(
+                            places.target[h] + offset, run + h * (kRunWords / 2), places.inside[h] && exists);
                 }
             }
         });
     }
 
 private:
-    template <int COUNT> __device__ __forceinline__ static void store_run(ELEMENT_T* to, const unsigned* run, bool is) {
+    template <int COUNT> __device__ __forceinline__ static void store_run(ELEMENT_T* target, const unsigned* run, bool exists) {
         constexpr int kTogether = least(COUNT, 4);
         #pragma unroll
         for (int first = 0; first < COUNT; first += kTogether) {
             unsigned words[kTogether];
             #pragma unroll
             for (int i = 0; i < kTogether; ++i) words[i] = run[first + i];
-            store_words(to + first * (4 / kItem), words, is);
+            store_words(target + first * (4 / kItem), words, exists);
         }
     }
 };
@@ -149,13 +150,13 @@ __device__ __forceinline__ void consume(const pixels_on_m_params& p, int warp) {
             const int first = (item.line_block + block) * kBlockOuts;
             const biases_t biases(p, first);
             float sums[1][LINES / 2];
-            ring_t here = slots;
+            ring_t block_slots = slots;
             const bool frees = !p.held || block + 1 == item.line_blocks;
-            multiply<kPaired, kShares>(p, sums, ring, here, warp, frees, [&](auto share) {
+            multiply<kPaired, kShares>(p, sums, ring, block_slots, warp, frees, [&](auto share) {
                 constexpr int kShare = share;
                 if constexpr (DEFERRED_STORES) outputs.store<kTurns * kShare / kShares, kTurns * (kShare + 1) / kShares>(p);
             });
-            if (frees) slots = here;
+            if (frees) slots = block_slots;
             biases.share(p, warp);
             outputs = outputs_t(p, places, first, sums[0], biases_of(p, warp));
             if constexpr (!DEFERRED_STORES) outputs.store<0, kTurns>(p);

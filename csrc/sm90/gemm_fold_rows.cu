@@ -1,24 +1,22 @@
 /* fused for wide rows in NCHW, of 16 bits and of TF32: rows of inputs are multiplied, and columns fold in registers.
  *
- * A cell is an input and the SPAN_H x SPAN_W outputs that it stands for (see geometry/axis.cuh). Of one row phase, each tap kw across
- * gives
+ * It is for stride 1 without dilation, and one group. Each tap kw across gives
  *
  *   columns [co, kw, i] = sum over (kh, ci) of weights [co, kw, (kh, ci)] . input [(kh, ci), i]
  *
- * where kh stands for the taps down that reach the phase. Each of them reads another row of the input, all at the same place
- * i: rows of the input as they lie, boxes of a tensor map. What is left of col2im is along a row, where the columns of a tap meet
- * outputs at a constant distance:
+ * Each tap kh down reads another row of the input, all at the same place i: rows of the input as they lie, boxes of a tensor map.
+ * What is left of col2im is along a row, where the columns of a tap meet outputs at a constant distance:
  *
- *   output [co, (cell, phase)] = bias [co] + sum over the taps kw of the phase of columns [co, kw, cell + shift of kw]
+ *   output [co, o] = bias [co] + sum over the taps kw of columns [co, kw, o + shift of kw]
  *
- * A block goes along rows, some inputs a step. Cells come DELAYED inputs later than columns, so that all they need has come: tap
- * kw is DELAY [kw] = DELAYED - shift late, and the last columns of a step are carried to the next one. With K=3 S=1 P=1 and
- * DELAYED=2, taps 0, 1 and 2 have shifts 1, 0 and -1 and are 1, 2 and 3 late: cell i - 2 gets their columns i - 1, i - 2 and
- * i - 3. No column is computed twice.
+ * A block goes along rows, some inputs a step. Outputs come DELAYED inputs later than columns, so that all they need has come: a
+ * tap is DELAYED - shift late, and the last columns of a step are carried to the next one. Taps are in the order in which they
+ * are late, the first by FIRST_DELAY. With K=3 P=1 and DELAYED=2, taps 0, 1 and 2 have shifts 1, 0 and -1 and are 1, 2 and 3 late:
+ * output i - 2 gets their columns i - 1, i - 2 and i - 3. No column is computed twice.
  *
  *                16 bits (PIXELS_ON_M 0)                             TF32 (PIXELS_ON_M 1)
  *   left         64 rows, which are SLOTS taps x 64 / SLOTS output   16 inputs of a row, of each of four warps, from
- *                channels; TILES of them have all taps across        registers
+ *                channels; kTiles of them have all taps across       registers
  *   right        128 inputs of a row, which no thread touches        LINES: OUTS output channels of each tap across
  *   K            rows of the input, CHANNELS input channels each     WEIGHT_ROWS taps down, each CHANNELS input channels,
  *                                                                    CHUNK of which are a stage
@@ -34,14 +32,13 @@
  * with channels 0, 1, 4 and 5 for the words t of a step, and 2, 3, 6 and 7 for the words t + 4, each half of a warp reads from
  * all banks. Weights lie in that order too.
  *
- * An infinite weight may make NaN of an output that its tap gives nothing, beyond the image; in TF32 an infinite input of what it
- * makes infinite, where a row phase has fewer taps down than another: the products that it lacks have weights of zero.
+ * An infinite weight may make NaN of an output that its tap gives nothing, beyond the image.
  *
- * Two warpgroups multiply by turns: one folds and stores while the other multiplies. In 16 bits each has a row of cells of its
- * own, in TF32 each warp. There words of the first products are loaded before a turn, those of the others while products run: of
+ * Two warpgroups multiply by turns: one folds and stores while the other multiplies. In 16 bits each has a row of its own, in TF32
+ * each warp. There words of the first products are loaded before a turn, those of the others while products run: of
  * TAPS_TOGETHER taps down at a time, since whenever products are waited for some time goes by. One thread begins all copies, of
- * all input rows of a step together, since small boxes take as long as large ones. Weights of a set (a group, a row phase, output
- * channels) stay in shared memory; a block takes items of one set alone.
+ * all input rows of a step together, since small boxes take as long as large ones. Weights of a set of output channels
+ * stay in shared memory; a block takes items of one set alone.
  *
  * What limits 16 bits is shared memory: products of 64 x 128 read it three quarters of their time, beside shuffles and lines of
  * outputs. A warp that folds is alone on its scheduler, so its instructions count: what comes from one lane is added up before it
@@ -50,18 +47,16 @@
  * shuffles and lines. docs/notes/gemm_fold_rows.md has what was measured.
  *
  * Memory is written in sectors of 32 bytes, and a part of one costs as much as to read and to write all of it. Rows of outputs
- * begin anywhere in a sector. So in TF32, where WHOLE_SECTORS are stored, a line lies in shared memory as far behind a sector's
- * beginning as in memory, behind what was left over of the line before; what is left over of it waits for the next line.
+ * begin anywhere in a sector. So in TF32 a line lies in shared memory as far behind a sector's beginning as in memory, behind what
+ * was left over of the line before; what is left over of it waits for the next line.
  *
- * Macros: ELEMENT_T, PIXELS_ON_M; CHANNELS (of a group, up to whole products, or whole CHUNKs), IN_CHANNELS, OUT_CHANNELS (of a
- * group); CHANNEL_SETS, PHASES (rows of a cell: SPAN_H), SPAN_W; DELAYED, and tables DELAY and PHASE of each tap across (the
- * phase is -1 for a place that has none); WEIGHT_ROWS (taps down, of the phase that has most); INPUT_ROWS (of an item), FIRST_ROW
- * (of each phase: from an item's first cell to its first input row); STAGES; VECTOR (outputs that begin at their multiples in
- * memory; in 16 bits they are stored together); SHARED_BYTES.
- * 16 bits: TILES, SLOTS; ROW_TAP (of each phase and input row, for either warpgroup: which of the phase's taps it is, or
- * -1); LINE_CELLS (of a line that is stored together), LINE_PITCH (outputs).
- * TF32: WHOLE_SECTORS; CHUNK (a multiple of 8); OUTS (a multiple of 8), LINES (up to a multiple of 16); TAPS_TOGETHER (which
- * WEIGHT_ROWS is a multiple of); ROW_PLACE (of each phase, WEIGHT_ROWS: from a cell's first input row to that of a tap).
+ * Macros: ELEMENT_T, PIXELS_ON_M; CHANNELS (up to whole products, or whole CHUNKs), IN_CHANNELS, OUT_CHANNELS; CHANNEL_SETS;
+ * TAPS_ACROSS (6 at most in 16 bits), DELAYED, FIRST_DELAY; WEIGHT_ROWS (taps down), FIRST_ROW (from an item's first row to its
+ * first input row); STAGES; VECTOR (outputs that begin at their multiples in memory; in 16 bits they are stored together);
+ * SHARED_BYTES.
+ * 16 bits: SLOTS.
+ * TF32: CHUNK (a multiple of 8); OUTS (a multiple of 8), LINES (up to a multiple of 16); TAPS_TOGETHER (which WEIGHT_ROWS is a
+ * multiple of).
  * Chosen by gemmconv/kernels/sm90/gemm_fold_rows.py.
  */
 #if PIXELS_ON_M
@@ -88,19 +83,14 @@ struct gemm_fold_rows_params {
     const ELEMENT_T* __restrict__ bias;  // or null
     ELEMENT_T* __restrict__ output;
     unsigned long long by_image_items;  // see numeric/divide.cuh
-    int groups, columns, h_out, w_out, cells_h;  // columns: inputs of a row that are multiplied
-    int image_items, items;  // of an image; of all
-    int steps;               // of a row, those behind its end among them
+    int columns, h_out, w_out;  // columns: inputs of a row that are multiplied
+    int image_items, items;     // of an image; of all
+    int steps;                  // of a row, those behind its end among them
 };
 
 constexpr int kProducers = 128, kThreads = kProducers + 256;
-constexpr int kSets = CHANNEL_SETS * PHASES;  // of a group
-constexpr int kRows = PIXELS_ON_M ? 8 : 2;     // of cells, of an item
-
-__constant__ constexpr int kDelay[] = DELAY;
-__constant__ constexpr int kPhase[] = PHASE;
-__constant__ constexpr int kFirstRow[] = FIRST_ROW;
-constexpr int kTapsAcross = sizeof(kDelay) / sizeof(int);  // places for them
+constexpr int kRows = PIXELS_ON_M ? 8 : 2;  // of an item
+constexpr int kInputRows = WEIGHT_ROWS - 1 + kRows;
 
 // Barriers of warps: the turn of either warpgroup; of all that multiply.
 constexpr int kTurnOf0 = 1, kTurnOf1 = 2;
@@ -108,14 +98,7 @@ constexpr int kTurnOf0 = 1, kTurnOf1 = 2;
 
 struct barriers_t : ring_barriers_t<STAGES> { barrier_t weights; };
 
-/* The row phase, output channels and group of a block, which all of its items share. */
-struct set_t { int number, phase, channels, group; };
-__device__ __forceinline__ set_t set_of(const gemm_fold_rows_params& p) {
-    const int number = blockIdx.x % (kSets * p.groups);
-    return {number, number % kSets / CHANNEL_SETS, number % CHANNEL_SETS, number / kSets};
-}
-
-/* An item: an image, and its first row of cells there. */
+/* An item: an image, and its first row there. */
 struct item_t {
     int image, row;
     __device__ __forceinline__ item_t(const gemm_fold_rows_params& p, int i)
@@ -127,43 +110,40 @@ constexpr int kColumns = 16, kStepsTogether = 2, kLineBytes = kColumns * 4;
 constexpr int kBoxColumns = kColumns, kBoxes = 1;
 constexpr int kChunk = CHUNK, kChunks = CHANNELS / CHUNK, kSteps = CHUNK / 8, kGroups = kChunks * WEIGHT_ROWS / TAPS_TOGETHER;
 constexpr int kProducts = TAPS_TOGETHER * kSteps;
-constexpr int kRowBytes = CHUNK * kLineBytes, kBoxBytes = INPUT_ROWS * kRowBytes, kStageBytes = kBoxBytes;
+constexpr int kRowBytes = CHUNK * kLineBytes, kBoxBytes = kInputRows * kRowBytes, kStageBytes = kBoxBytes;
 constexpr int kStepBytes = 2 * LINES * 16, kTapBytes = CHANNELS / 8 * kStepBytes, kWeightBytes = WEIGHT_ROWS * kTapBytes;
 constexpr int kLanes = 8, kOwnOuts = OUTS / 4;  // that columns go round; output channels of a lane
 static_assert(CHANNELS % CHUNK == 0 && CHUNK % 8 == 0 && OUTS % 8 == 0, "products are whole");
-static_assert(kTapsAcross * OUTS <= LINES && LINES % 16 == 0 && LINES <= 256, "a product has all taps");
+static_assert(TAPS_ACROSS * OUTS <= LINES && LINES % 16 == 0 && LINES <= 256, "a product has all taps");
 static_assert(WEIGHT_ROWS % TAPS_TOGETHER == 0, "groups of products are alike");
 static_assert(STAGES > kChunks, "a warpgroup's turn ends only if all stages of a step may come before the other's");
 
-__constant__ constexpr int kRowPlace[] = ROW_PLACE;
-
 constexpr int kSector = 8;  // outputs
 
-// Shared memory: stages [STAGES][INPUT_ROWS][CHUNK][16 inputs] swizzled, weights [WEIGHT_ROWS][CHANNELS / 4][LINES] of 16
+// Shared memory: stages [STAGES][kInputRows][CHUNK][16 inputs] swizzled, weights [WEIGHT_ROWS][CHANNELS / 4][LINES] of 16
 // bytes, outputs [8 warps][8 channels][kLinePitch], outputs that are kept [8 warps][OUTS][kSector], the bias, barriers. With that
 // pitch lanes write to different banks, but where lines begin differently.
-constexpr int kLine = 2 * kColumns * SPAN_W, kLinePitch = kLine + (WHOLE_SECTORS ? kSector : 0) + 4;  // outputs of two steps
+constexpr int kLine = 2 * kColumns, kLinePitch = kLine + kSector + 4;  // outputs of two steps
 constexpr int kFirstWeight = STAGES * kStageBytes, kFirstOutput = kFirstWeight + kWeightBytes;
 constexpr int kFirstKept = kFirstOutput + 8 * 8 * kLinePitch * 4;
-constexpr int kFirstBias = kFirstKept + (WHOLE_SECTORS ? 8 * OUTS * kSector * 4 : 0);
+constexpr int kFirstBias = kFirstKept + 8 * OUTS * kSector * 4;
 constexpr int kFirstBarrier = kFirstBias + OUTS * 4;
 static_assert(kStageBytes % 512 == 0, "a stage begins where the order of pieces does");
 #else
 constexpr int kUnits = CHANNELS / 8, kSteps = CHANNELS / 16;
 constexpr int kColumns = WGMMA_COLUMNS, kStepsTogether = 1, kChunk = CHANNELS, kChunks = 1;
 constexpr int kBoxColumns = 64, kBoxes = kColumns / kBoxColumns, kRowBytes = CHANNELS * 128;
-constexpr int kBoxBytes = INPUT_ROWS * kRowBytes, kStageBytes = kBoxes * kBoxBytes;
-constexpr int kTileBytes = kUnits * 64 * 16, kTapBytes = TILES * kTileBytes, kWeightBytes = WEIGHT_ROWS * kTapBytes;
+constexpr int kBoxBytes = kInputRows * kRowBytes, kStageBytes = kBoxes * kBoxBytes;
+constexpr int kTiles = ceil_div(TAPS_ACROSS, SLOTS);  // products that together have all taps across
+constexpr int kTileBytes = kUnits * 64 * 16, kTapBytes = kTiles * kTileBytes, kWeightBytes = WEIGHT_ROWS * kTapBytes;
 constexpr int kOuts = 64 / SLOTS, kWarpOuts = kOuts / 4;  // output channels of a block, and of a warp
 constexpr int kLanes = 4, kOwnOuts = 2 / SLOTS;  // that columns go round; output channels of a lane
-constexpr int kWarpOutputs = kWarpOuts * LINE_PITCH;
+// Outputs of a line that are stored together, which are folded before any are stored; from a line to the next.
+constexpr int kLine = 64, kLinePitch = kLine + 8, kWarpOutputs = kWarpOuts * kLinePitch;
 static_assert(CHANNELS % 16 == 0, "products are whole");
-static_assert(kColumns % LINE_CELLS == 0 && LINE_CELLS % 8 == 0, "lines are whole, and of whole blocks of eight");
 
-__constant__ constexpr int kRowTap[] = ROW_TAP;
-
-// Shared memory: stages [STAGES][kBoxes][INPUT_ROWS][CHANNELS][64 columns] swizzled, weights
-// [WEIGHT_ROWS][TILES][kUnits][64 rows] of 16 bytes, outputs [8 warps][kWarpOuts][LINE_PITCH], barriers.
+// Shared memory: stages [STAGES][kBoxes][kInputRows][CHANNELS][64 columns] swizzled, weights
+// [WEIGHT_ROWS][kTiles][kUnits][64 rows] of 16 bytes, outputs [8 warps][kWarpOuts][kLinePitch], barriers.
 constexpr int kFirstWeight = STAGES * kStageBytes, kFirstOutput = kFirstWeight + kWeightBytes;
 constexpr int kFirstBarrier = kFirstOutput + 8 * kWarpOutputs * static_cast<int>(sizeof(ELEMENT_T));
 #endif
@@ -171,11 +151,11 @@ static_assert(kFirstBarrier % 8 == 0 && kFirstBarrier + sizeof(barriers_t) <= SH
 extern __shared__ __align__(1024) unsigned char shared[];
 
 /* Copies the inputs of step after step, chunk after chunk of channels: zeros for rows and columns that there are not. */
-__device__ __forceinline__ void produce_inputs(const gemm_fold_rows_params& p, const set_t& set, barriers_t& barriers) {
+__device__ __forceinline__ void produce_inputs(const gemm_fold_rows_params& p, barriers_t& barriers) {
     constexpr int kWhole = kStepsTogether * kColumns;
     const int columns = kStepsTogether == 1 ? p.columns : ceil_div(p.columns, kWhole) * kWhole;
     ring_t ring;
-    each_item<item_t>(p, kSets * p.groups, [&](const item_t& item) {
+    each_item<item_t>(p, CHANNEL_SETS, [&](const item_t& item) {
         #pragma unroll 1
         for (int column = 0; column < columns; column += kColumns)
             #pragma unroll 1
@@ -184,63 +164,60 @@ __device__ __forceinline__ void produce_inputs(const gemm_fold_rows_params& p, c
                 #pragma unroll
                 for (int box = 0; box < kBoxes; ++box)
                     tma_load(shared + ring.stage * kStageBytes + box * kBoxBytes, p.map, column + box * kBoxColumns,
-                             set.group * IN_CHANNELS + chunk * kChunk, item.row + kFirstRow[set.phase], item.image, full);
+                             chunk * kChunk, item.row + FIRST_ROW, item.image, full);
                 ring.advance(STAGES);
             }
     });
 }
 
 /* Copies the weights of a set, once, a tap down at a time. */
-__device__ __forceinline__ void produce_weights(const gemm_fold_rows_params& p, const set_t& set, barrier_t& full) {
+__device__ __forceinline__ void produce_weights(const gemm_fold_rows_params& p, int set, barrier_t& full) {
     grid_dependency_wait();  // which lays them out
     barrier_arrive_expecting(full, kWeightBytes);
-    const unit_t* source = p.packed + static_cast<long long>(set.number) * (kWeightBytes / 16);
+    const unit_t* source = p.packed + static_cast<long long>(set) * (kWeightBytes / 16);
     #pragma unroll 1
     for (int i = 0; i < kWeightBytes; i += kTapBytes)
         bulk_copy(shared + kFirstWeight + i, source + i / 16, kTapBytes, full);
 }
 
-// What is late by DELAY columns comes from one of the two columns of a lane, of a lane so many before: from kLanes on, from the
-// columns before.
+// What is late comes from one of the two columns of a lane, of a lane so many before: from kLanes on, from the columns before.
 constexpr int kMostLanes = 4;
-__device__ constexpr int column_of(int delay, int e) { return (e + delay) % 2; }
-__device__ constexpr int lanes_of(int delay, int e) { return (delay + column_of(delay, e) - e) / 2; }
+__device__ constexpr int delay_of(int tap) { return FIRST_DELAY + tap; }
+__device__ constexpr int column_of(int tap, int e) { return (e + delay_of(tap)) % 2; }
+/* From how many lanes before a tap gives a lane's output E something. */
+__device__ constexpr int lanes_of(int tap, int e) { return (delay_of(tap) + column_of(tap, e) - e) / 2; }
 
-/* Whether a tap gives the outputs of a phase at a lane's cell E something, from so many lanes before. */
-__device__ constexpr bool gives(int tap, int phase, int e, int lanes) {
-    return kPhase[tap] == phase && lanes_of(kDelay[tap], e) == lanes;
-}
-/* The first tap that does, or kTapsAcross. */
-__device__ constexpr int first_to_give(int phase, int e, int lanes) {
+/* The first tap that gives it something from so many lanes before, or TAPS_ACROSS. */
+__device__ constexpr int first_to_give(int e, int lanes) {
     int tap = 0;
-    while (tap < kTapsAcross && !gives(tap, phase, e, lanes)) ++tap;
+    while (tap < TAPS_ACROSS && lanes_of(tap, e) != lanes) ++tap;
     return tap;
 }
 
-/* Contributions of an output channel's taps to other lanes from the previous columns: [phase][cell][distance]. */
-using before_t = float[SPAN_W][2][kMostLanes];
+/* Contributions of an output channel's taps to other lanes from the previous columns: [output][distance]. */
+using before_t = float[2][kMostLanes];
 
-/* The output of a phase at a lane's cell E, of an output channel whose columns column(tap, 0 or 1) are. What comes from the same
- * lane is added up there first.
+/* A lane's output E, of an output channel whose columns column(tap, 0 or 1) are. What comes from the same lane is added up there
+ * first.
  */
-template <int PHASE_, int E, typename COLUMN>
+template <int E, typename COLUMN>
 __device__ __forceinline__ float folded(const COLUMN& column, before_t& before, float bias, int lane) {
     float output = bias;
     each<kMostLanes + 1>([&](auto lanes_) {
-        constexpr int lanes = lanes_, first = first_to_give(PHASE_, E, lanes);
-        if constexpr (first < kTapsAcross) {
+        constexpr int lanes = lanes_, first = first_to_give(E, lanes);
+        if constexpr (first < TAPS_ACROSS) {
             float given = 0.0f;
-            each<kTapsAcross>([&](auto tap_) {
+            each<TAPS_ACROSS>([&](auto tap_) {
                 constexpr int tap = tap_;
-                if constexpr (gives(tap, PHASE_, E, lanes)) {
-                    const float own = column(tap_, constant<column_of(kDelay[tap], E)>());
+                if constexpr (lanes_of(tap, E) == lanes) {
+                    const float own = column(tap_, constant<column_of(tap, E)>());
                     given = tap == first ? own : given + own;
                 }
             });
             if constexpr (lanes == 0) {
                 output += given;
             } else {
-                float& last = before[PHASE_][E][lanes - 1];
+                float& last = before[E][lanes - 1];
                 if constexpr (lanes == kLanes) {
                     output += last;
                 } else {
@@ -285,16 +262,15 @@ __device__ __forceinline__ void load_words(words_of_group_t& words, const unsign
     }
 }
 
-/* The outputs of a lane's two cells of a step, of an output channel. */
-using run_t = float[2 * SPAN_W];
+/* A lane's two outputs of a step, of an output channel. */
+using run_t = float[2];
 
 /* Those of its output channel OUT, with the bias. */
 template <int OUT>
 __device__ __forceinline__ void fold(run_t& run, const sums_t& sums, before_t (&before)[kOwnOuts], const float* bias, int lane) {
     const float own = bias[OUT / 2 * 8 + OUT % 2];
-    each<2 * SPAN_W>([&](auto i) {
-        run[i] = folded<i % SPAN_W, i / SPAN_W>(
-            [&](auto tap, auto e) { return column<OUT, tap, e>(sums); }, before[OUT], own, lane);
+    each<2>([&](auto i) {
+        run[i] = folded<i>([&](auto tap, auto e) { return column<OUT, tap, e>(sums); }, before[OUT], own, lane);
     });
 }
 
@@ -307,19 +283,17 @@ struct target_t {
     /* How far behind the beginning of a sector the lines of a channel begin. It is the same eight channels on, whose planes are
      * whole sectors. */
     __device__ __forceinline__ int early(int channel) const {
-        if (!WHOLE_SECTORS) return 0;
         const unsigned begin = static_cast<unsigned>(reinterpret_cast<unsigned long long>(row) / sizeof(float));
-        return (begin + channel * static_cast<unsigned>(pixels) - DELAYED * SPAN_W) % kSector;
+        return (begin + channel * static_cast<unsigned>(pixels) - DELAYED) % kSector;
     }
 };
 
 // A warp stores lines in pieces of 16 bytes: pieces of a line, and lines, that it stores at once; all that a lane has.
-constexpr int kPiece = 4, kPieces = kLine / kPiece, kAcross = gcd(kPieces, 32), kAtOnce = 32 / kAcross, kTurns = 8 / kAtOnce;
-static_assert(kAcross >= 8, "a turn has at most four lines");
+constexpr int kPiece = 4, kAcross = kLine / kPiece, kAtOnce = 32 / kAcross, kTurns = 8 / kAtOnce;
 __device__ __forceinline__ int line_of_lane() { return threadIdx.x % 32 / kAcross; }
-using pieces_t = vector_t<kPiece>[kTurns][kPieces / kAcross];
+using pieces_t = vector_t<kPiece>[kTurns];
 
-/* Stores a lane's pieces. Of each turn the first one's place is `to`, and its column in the row `column`, which may lie beyond
+/* Stores a lane's pieces. Of each turn the piece's place is `to`, and its column in the row `column`, which may lie beyond
  * either end of it; `within`: no piece does. `channels` are there, of the eight.
  */
 __device__ __forceinline__ void store(
@@ -328,24 +302,20 @@ __device__ __forceinline__ void store(
     #pragma unroll
     for (int turn = 0; turn < kTurns; ++turn) {
         if (!within) break;  // one branch around the loop: 1 to 2% slower (KernelBench 69 1447 us instead of 1426)
+        unsigned words[kPiece];
         #pragma unroll
-        for (int across = 0; across < kPieces / kAcross; ++across) {
-            unsigned words[kPiece];
-            #pragma unroll
-            for (int i = 0; i < kPiece; ++i) words[i] = __float_as_uint(pieces[turn][across].value[i]);
-            store_words(to[turn] + across * (kAcross * kPiece), words, kFull || turn * kAtOnce + line_of_lane() < channels);
-        }
+        for (int i = 0; i < kPiece; ++i) words[i] = __float_as_uint(pieces[turn].value[i]);
+        store_words(to[turn], words, kFull || turn * kAtOnce + line_of_lane() < channels);
     }
     if (within) return;
     #pragma unroll
     for (int turn = 0; turn < kTurns; ++turn)
         #pragma unroll
-        for (int i = 0; i < kPieces / kAcross * kPiece; i += VECTOR) {
+        for (int i = 0; i < kPiece; i += VECTOR) {
             // VECTOR divides the row, and where it begins.
-            const int place = i / kPiece * (kAcross * kPiece) + i % kPiece;
-            if (static_cast<unsigned>(column[turn] + place) >= width) continue;
+            if (static_cast<unsigned>(column[turn] + i) >= width) continue;
             if (!kFull && turn * kAtOnce + line_of_lane() >= channels) continue;
-            store_together<VECTOR>(to[turn] + place, [&](int e) { return pieces[turn][i / kPiece].value[i % kPiece + e]; });
+            store_together<VECTOR>(to[turn] + i, [&](int e) { return pieces[turn].value[i + e]; });
         }
 }
 
@@ -357,10 +327,9 @@ __device__ __forceinline__ void store(
 __device__ __forceinline__ void fold_and_store(
     const run_t (&first)[kOwnOuts], const sums_t& sums, before_t (&before)[kOwnOuts], const float* bias, float* stage, float* kept,
     const target_t& target, int ow, int width) {
-    constexpr int kRun = 2 * SPAN_W, kHalfLine = kColumns * SPAN_W;
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int line = line_of_lane(), place = lane % kAcross * kPiece;
-    const bool within = ow >= (WHOLE_SECTORS ? kSector - 1 : 0) && ow + kLine <= width;
+    const bool within = ow >= kSector - 1 && ow + kLine <= width;
     const float* const from = stage + (line * kLinePitch + place);
     float* to[kTurns];
     int column[kTurns];
@@ -383,39 +352,31 @@ __device__ __forceinline__ void fold_and_store(
         __syncwarp();  // all have read their pieces; shuffles say nothing of memory
         #pragma unroll
         for (int out = 0; out < 2; ++out) {
-            float* const put = stage + ((2 * t + out) * kLinePitch + g * kRun + target.early(2 * t + out));
+            float* const put = stage + ((2 * t + out) * kLinePitch + g * 2 + target.early(2 * t + out));
             #pragma unroll
-            for (int i = 0; i < kRun; i += VECTOR) {
+            for (int i = 0; i < 2; i += VECTOR) {
                 copy<VECTOR>(put + i, first[2 * eight + out] + i);
-                copy<VECTOR>(put + kHalfLine + i, second[out] + i);
+                copy<VECTOR>(put + kColumns + i, second[out] + i);
             }
         }
         // A line's first sector, and what lies behind its last one: a lane's share.
-        constexpr int kTogether = least(VECTOR, 2);
         float* const own_kept = kept + (eight * 8 * kSector + lane * 2);
         float* const begin = stage + (g * kLinePitch + t * 2);
-        if constexpr (WHOLE_SECTORS) {
-            #pragma unroll
-            for (int i = 0; i < 2; i += kTogether)
-                if (t * 2 + i < target.early(g)) copy<kTogether>(begin + i, own_kept + i);
-        }
+        #pragma unroll
+        for (int i = 0; i < 2; i += VECTOR)
+            if (t * 2 + i < target.early(g)) copy<VECTOR>(begin + i, own_kept + i);
         __syncwarp();
         #pragma unroll
         for (int turn = 0; turn < kTurns; ++turn)
-            #pragma unroll
-            for (int across = 0; across < kPieces / kAcross; ++across)
-                pieces[turn][across] = *reinterpret_cast<const vector_t<kPiece>*>(
-                    from + (turn * kAtOnce * kLinePitch + across * (kAcross * kPiece)));
-        if constexpr (WHOLE_SECTORS) {
-            #pragma unroll
-            for (int i = 0; i < 2; i += kTogether) copy<kTogether>(own_kept + i, begin + kLine + i);
-        }
+            pieces[turn] = *reinterpret_cast<const vector_t<kPiece>*>(from + turn * kAtOnce * kLinePitch);
+        #pragma unroll
+        for (int i = 0; i < 2; i += VECTOR) copy<VECTOR>(own_kept + i, begin + kLine + i);
     });
     store_eight(kOwnOuts / 2 - 1);
 }
 
 /* A warp's part of item after item: row `own` of eight. It is the same for a whole warp, as far as the compiler can see. */
-__device__ __forceinline__ void consume(const gemm_fold_rows_params& p, const set_t& set, barriers_t& barriers, int own) {
+__device__ __forceinline__ void consume(const gemm_fold_rows_params& p, int set, barriers_t& barriers, int own) {
     const int lane = threadIdx.x % 32, warpgroup = own / 4, g = lane / 4, t = lane % 4;
     const bool speaker = lane == 0;  // arrives at barriers for its warp
     const descriptor_t weights = descriptor_k_major(shared + kFirstWeight, LINES * 16, 128);
@@ -423,17 +384,17 @@ __device__ __forceinline__ void consume(const gemm_fold_rows_params& p, const se
     const int channel = t / 2 * 4 + t % 2, at = channel * kLineBytes + g % 2 * 8;
     const int low = at + (g / 2 ^ t / 2 * 2) * 16, high = at + 2 * kLineBytes + (g / 2 ^ t / 2 * 2 + 1) * 16;
     const auto row_of = [&](int stage, int down) {
-        return shared + stage * kStageBytes + (own + kRowPlace[set.phase * WEIGHT_ROWS + down]) * kRowBytes;
+        return shared + stage * kStageBytes + (own + down) * kRowBytes;
     };
 
-    const int first_out = set.channels * OUTS, channels = OUT_CHANNELS - first_out;
+    const int first_out = set * OUTS, channels = OUT_CHANNELS - first_out;
     float* const stage = reinterpret_cast<float*>(shared + kFirstOutput) + own * (8 * kLinePitch);
     float* const kept = reinterpret_cast<float*>(shared + kFirstKept) + own * (OUTS * kSector);
     float* const bias = reinterpret_cast<float*>(shared + kFirstBias);
     if (own == 0)
         for (int out = lane; out < OUTS; out += 32) {
             const bool there = out < channels && p.bias != nullptr;
-            bias[out] = there ? load_once(p.bias + set.group * OUT_CHANNELS + first_out + out) : 0.0f;
+            bias[out] = there ? load_once(p.bias + first_out + out) : 0.0f;
         }
     named_barrier_sync<kBiasMeet, 256>();
     barrier_wait(barriers.weights, 0);
@@ -481,10 +442,10 @@ __device__ __forceinline__ void consume(const gemm_fold_rows_params& p, const se
         settle_words(words[0]);
         if constexpr (kGroups > 1) settle_words(words[1]);
     };
-    each_item<item_t>(p, kSets * p.groups, [&](const item_t& item) {
-        const int oh = (item.row + own) * PHASES + set.phase;
+    each_item<item_t>(p, CHANNEL_SETS, [&](const item_t& item) {
+        const int oh = item.row + own;
         const bool there = oh < p.h_out;
-        const long long plane = (static_cast<long long>(item.image) * p.groups + set.group) * OUT_CHANNELS + first_out;
+        const long long plane = static_cast<long long>(item.image) * OUT_CHANNELS + first_out;
         float* const row = p.output + (plane * p.h_out + oh) * p.w_out;
         const target_t target{row, static_cast<long long>(p.h_out) * p.w_out, channels};
         before_t before[kOwnOuts] = {};
@@ -503,7 +464,7 @@ __device__ __forceinline__ void consume(const gemm_fold_rows_params& p, const se
                     each<kOwnOuts>([&](auto out) { fold<out>(first[out], sums, before, bias + 2 * t, lane); });
                 else
                     fold_and_store(first, sums, before, bias + 2 * t, stage, kept, target,
-                                   (step * kColumns - DELAYED) * SPAN_W, p.w_out);
+                                   step * kColumns - DELAYED, p.w_out);
             });
         };
         int step = 0;
@@ -516,70 +477,62 @@ __device__ __forceinline__ void consume(const gemm_fold_rows_params& p, const se
     if (warpgroup == 0) named_barrier_sync<kTurnOf0, 256>();  // the other's last turn has ended
 }
 #else
-using sums_t = float[TILES][kColumns / 2];
+using sums_t = float[kTiles][kColumns / 2];
 
 /* The column E of a tap, of a lane's two of a block of eight. */
 template <int BLOCK, int OUT, int TAP, int E> __device__ __forceinline__ float column(const sums_t& sums) {
     return sums[TAP / SLOTS][4 * BLOCK + 2 * (SLOTS == 2 ? TAP % 2 : OUT) + E];
 }
 
-/* The largest power of two that is not more than n. */
-__device__ constexpr int power_within(int n) { return n < 2 ? 1 : 2 * power_within(n / 2); }
-
-constexpr int kLineOutputs = LINE_CELLS * SPAN_W;
 using piece_t = words_t<VECTOR * static_cast<int>(sizeof(ELEMENT_T))>;  // that a thread stores together
 
 /* Folds the columns of a step, adds the bias and stores, by way of shared memory: a warp has whole lines of channels.
- * `ow` is where the step's first cell begins in the row, and may lie before it; `there` is false for rows beyond the image.
+ * `ow` is where the step's first output is in the row, and may lie before it; `there` is false for rows beyond the image.
  */
 __device__ __forceinline__ void fold(
     const gemm_fold_rows_params& p, const sums_t& sums, before_t (&before)[kOwnOuts], const float (&bias)[2 / SLOTS], int channels,
     ELEMENT_T* stage, ELEMENT_T* target, int ow, bool there) {
-    constexpr int kRun = 2 * SPAN_W, kWord = gcd(kRun, 8);  // outputs of two cells; written together
-    constexpr int kParts = kColumns / LINE_CELLS, kPieces = kLineOutputs / VECTOR;
+    constexpr int kParts = kColumns / kLine, kPieces = kLine / VECTOR;
     // Pieces of a line and lines that a warp handles in one turn; turns; turns whose pieces are in registers together.
-    constexpr int kAcross = least(kPieces, 32), kAtOnce = least(power_within(32 / kAcross), kWarpOuts);
+    constexpr int kAcross = least(kPieces, 32), kAtOnce = 32 / kAcross;
     constexpr int kTurns = kWarpOuts / kAtOnce;
     constexpr int kTogether = least(kTurns, VECTOR == 1 ? 8 : 16 / VECTOR);
     constexpr bool kFull = OUT_CHANNELS % kOuts == 0;  // all output channels are there
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const long long pixels = static_cast<long long>(p.h_out) * p.w_out;
     each<kParts>([&](auto part) {
-        constexpr int kFirstCell = part * LINE_CELLS;
-        const int first = ow + kFirstCell * SPAN_W;
+        constexpr int kBegin = part * kLine;
+        const int first = ow + kBegin;
         if (!there || first >= p.w_out) return;  // and nothing comes after it
         __syncwarp();
-        each<LINE_CELLS / 8>([&](auto tile) {
-            constexpr int kTile = tile, kBlock = kFirstCell / 8 + kTile;
+        each<kLine / 8>([&](auto tile) {
+            constexpr int kTile = tile, kBlock = kBegin / 8 + kTile;
             each<2 / SLOTS>([&](auto half) {
                 constexpr int kHalf = half;
-                float outputs[kRun];
-                each<kRun>([&](auto i) {
-                    outputs[i] = folded<i % SPAN_W, i / SPAN_W>(
+                float outputs[2];
+                each<2>([&](auto i) {
+                    outputs[i] = folded<i>(
                         [&](auto tap, auto e) { return column<kBlock, kHalf, tap, e>(sums); },
                         before[kHalf], bias[kHalf], lane);
                 });
-                ELEMENT_T* to = stage + ((kHalf * 8 + g) * LINE_PITCH + (kTile * 8 + 2 * t) * SPAN_W);
-                #pragma unroll
-                for (int i = 0; i < kRun; i += kWord)
-                    store_together<kWord>(to + i, [&](int e) { return narrow<ELEMENT_T>(outputs[i + e]); });
+                ELEMENT_T* to = stage + ((kHalf * 8 + g) * kLinePitch + kTile * 8 + 2 * t);
+                store_together<2>(to, [&](int e) { return narrow<ELEMENT_T>(outputs[e]); });
             });
         });
         __syncwarp();
         #pragma unroll
         for (int i = 0; i < kPieces; i += kAcross) {
             const int piece = i + lane % kAcross, column = first + piece * VECTOR;
-            if (lane >= kAtOnce * kAcross || piece >= kPieces) continue;
             // VECTOR divides the output's width, and where steps begin: all outputs of such a piece are there, or none.
             if (static_cast<unsigned>(column) >= p.w_out) continue;
             int line = lane / kAcross;
-            const ELEMENT_T* from = stage + line * LINE_PITCH + piece * VECTOR;
+            const ELEMENT_T* from = stage + line * kLinePitch + piece * VECTOR;
             ELEMENT_T* to = target + (line * pixels + column);
             #pragma unroll
             for (int turn = 0; turn < kTurns; turn += kTogether) {
                 piece_t pieces[kTogether];
                 #pragma unroll
-                for (int k = 0; k < least(kTogether, kTurns - turn); ++k, from += kAtOnce * LINE_PITCH)
+                for (int k = 0; k < least(kTogether, kTurns - turn); ++k, from += kAtOnce * kLinePitch)
                     pieces[k] = *reinterpret_cast<const piece_t*>(from);
                 #pragma unroll
                 for (int k = 0; k < least(kTogether, kTurns - turn); ++k, to += kAtOnce * pixels, line += kAtOnce)
@@ -590,29 +543,29 @@ __device__ __forceinline__ void fold(
 }
 
 /* A warpgroup's part of item after item. `warpgroup` is the same for a whole warp, as far as the compiler can see. */
-__device__ __forceinline__ void consume(const gemm_fold_rows_params& p, const set_t& set, barriers_t& barriers, int warpgroup) {
+__device__ __forceinline__ void consume(const gemm_fold_rows_params& p, int set, barriers_t& barriers, int warpgroup) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
     const bool speaker = lane == 0;  // arrives at barriers for its warp
     const descriptor_t weights = descriptor_k_major(shared + kFirstWeight, 64 * 16, 128);
     const descriptor_t inputs = descriptor_mn_major(shared, kBoxBytes, 1024);
     ELEMENT_T* const stage = reinterpret_cast<ELEMENT_T*>(shared + kFirstOutput) + (warpgroup * 4 + warp) * kWarpOutputs;
 
-    const int first_out = set.channels * kOuts + warp * kWarpOuts;
+    const int first_out = set * kOuts + warp * kWarpOuts;
     const int channels = min(kWarpOuts, OUT_CHANNELS - first_out);  // of the warp, that there are
     float bias[2 / SLOTS];
     #pragma unroll
     for (int half = 0; half < 2 / SLOTS; ++half) {
         const int out = half * 8 + lane / 4;
         const bool there = out < channels && p.bias != nullptr;
-        bias[half] = there ? widen(load_once(p.bias + set.group * OUT_CHANNELS + first_out + out)) : 0.0f;
+        bias[half] = there ? widen(load_once(p.bias + first_out + out)) : 0.0f;
     }
     barrier_wait(barriers.weights, 0);
     if (warpgroup == 1) named_barrier_arrive<kTurnOf0, 256>();
     ring_t ring;
-    each_item<item_t>(p, kSets * p.groups, [&](const item_t& item) {
-        const int row = item.row + warpgroup, oh = row * PHASES + set.phase;
-        const bool there = row < p.cells_h && oh < p.h_out;
-        const long long plane = (static_cast<long long>(item.image) * p.groups + set.group) * OUT_CHANNELS + first_out;
+    each_item<item_t>(p, CHANNEL_SETS, [&](const item_t& item) {
+        const int oh = item.row + warpgroup;
+        const bool there = oh < p.h_out;
+        const long long plane = static_cast<long long>(item.image) * OUT_CHANNELS + first_out;
         ELEMENT_T* const target = p.output + (plane * p.h_out + oh) * p.w_out;
         sums_t sums;
         before_t before[kOwnOuts] = {};
@@ -622,35 +575,31 @@ __device__ __forceinline__ void consume(const gemm_fold_rows_params& p, const se
             if (warpgroup == 0) named_barrier_sync<kTurnOf0, 256>();
             else named_barrier_sync<kTurnOf1, 256>();
             barrier_wait(barriers.full[ring.stage], ring.parity);
-            int accumulate = 0;
             wgmma_fence();
             #pragma unroll 1
-            for (int i = 0; i < INPUT_ROWS; ++i) {
-                const int tap = kRowTap[(set.phase * INPUT_ROWS + i) * 2 + warpgroup];
-                if (tap < 0) continue;
+            for (int tap = 0; tap < WEIGHT_ROWS; ++tap) {
                 const descriptor_t left = advance(weights, tap * kTapBytes);
-                const descriptor_t right = advance(inputs, ring.stage * kStageBytes + i * kRowBytes);
+                const descriptor_t right = advance(inputs, ring.stage * kStageBytes + (warpgroup + tap) * kRowBytes);
                 #pragma unroll
                 for (int k = 0; k < kSteps; ++k)
                     #pragma unroll
-                    for (int tile = 0; tile < TILES; ++tile)
+                    for (int tile = 0; tile < kTiles; ++tile)
                         wgmma<ELEMENT_T, kColumns, true>(sums[tile], advance(left, tile * kTileBytes + k * 2048),
-                                                        advance(right, k * 2048), accumulate || k > 0);
+                                                        advance(right, k * 2048), tap > 0 || k > 0);
                 wgmma_commit();
-                accumulate = 1;
             }
             if (warpgroup == 0) named_barrier_arrive<kTurnOf1, 256>();
             else named_barrier_arrive<kTurnOf0, 256>();
             #pragma unroll
-            for (int tile = 0; tile < TILES; ++tile) wgmma_finish(sums[tile]);
+            for (int tile = 0; tile < kTiles; ++tile) wgmma_finish(sums[tile]);
             if (speaker) barrier_arrive(barriers.empty[ring.stage]);
             ring.advance(STAGES);
-            fold(p, sums, before, bias, channels, stage, target, (step * kColumns - DELAYED) * SPAN_W, there);
+            fold(p, sums, before, bias, channels, stage, target, step * kColumns - DELAYED, there);
         }
         // Behind the row's end there are no columns but those that are late, and outputs that hold the bias alone.
         #pragma unroll 1
         for (; step < p.steps; ++step)
-            fold(p, {}, before, bias, channels, stage, target, (step * kColumns - DELAYED) * SPAN_W, there);
+            fold(p, {}, before, bias, channels, stage, target, step * kColumns - DELAYED, there);
     });
     if (warpgroup == 0) named_barrier_sync<kTurnOf0, 256>();  // the other's last turn has ended
 }
@@ -662,10 +611,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) sm90_gemm_fold_rows_ke
         init_ring(barriers, 1, 8);  // warps that multiply
         barrier_init(barriers.weights, 1);
     });
-    const set_t set = set_of(p);
+    const int set = blockIdx.x % CHANNEL_SETS;  // of output channels
     const auto produce = [&] {
         if (threadIdx.x >= 64 || !elected()) return;
-        if (threadIdx.x < 32) produce_inputs(p, set, barriers);
+        if (threadIdx.x < 32) produce_inputs(p, barriers);
         else produce_weights(p, set, barriers.weights);
     };
     run_roles<kProducers, PIXELS_ON_M ? 32 : 128, 240, 24>(produce, [&](int own) { consume(p, set, barriers, own); });

@@ -1,10 +1,9 @@
 """How ``fused`` goes about wide rows in NCHW, of 16 bits and of TF32 (csrc/sm90/gemm_fold_rows.cu): tiles, estimates.
 
-It is for forward passes and the input gradients of stride 1, where rows of inputs are whole pieces of 16 bytes, every
-phase has a tap, the stride across is at most four, taps across are at most eight inputs apart, and the weights of some
-output channels, of 32 or 64 in 16 bits, fit shared memory. In 16 bits taps across are at most six and groups have at
-most 256 input channels, a multiple of 16 if there are several; in TF32 a phase across has more than one tap.
-There are no tiles for others. Words are those of the kernel's header.
+It is for forward passes and input gradients of one group, without stride or dilation, where rows of inputs are whole
+pieces of 16 bytes, kernels are at most nine wide, and the weights of some output channels, of 32 or 64 in 16 bits, fit
+shared memory. In 16 bits kernels are at most six wide and inputs have at most 256 channels; in TF32 kernels are more
+than one wide. There are no tiles for others. Words are those of the kernel's header.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import ClassVar
 
 import torch
@@ -22,10 +20,10 @@ from gemmconv.geometry import Problem
 from gemmconv.hashing import cached_property, changed
 from gemmconv.kernels.base import Config, Pass
 from gemmconv.kernels.costs import costs_of, overlapped
-from gemmconv.kernels.integers import INT32_MAX, power_of_two_within, up_to_multiple
-from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, named_macros, table
+from gemmconv.kernels.integers import INT32_MAX, up_to_multiple
+from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, named_macros
 from gemmconv.kernels.pass_geometry import Gathering
-from gemmconv.kernels.phases import Tap, has_all_phases, taps_of
+from gemmconv.kernels.phases import Tap, taps_of
 from gemmconv.kernels.program import Launch, Params, Program, gathering, reciprocal
 from gemmconv.kernels.sm90.base import Sm90Kernel, image_map
 from gemmconv.kernels.sm90.implicit_gemm_plan import SHARED_BYTES
@@ -37,14 +35,13 @@ _BOX_LINE, _LONGEST_BOX = 128, 256  # of a tensor map: bytes of a line of a box;
 _BARRIER_BYTES = 8
 _CARRIED = 8  # columns of the step before
 _MOST_FETCHED, _FETCHED_AHEAD = 256, 16 << 20  # bytes of a line; of all lines that are gone along
-_MOST_SPAN = 4  # outputs of a cell across: folds of more take the compiler up to 12 s, and lose
 _THREADS = 384
 _WHOLE_LINES = 16  # lines of weights of a product are a multiple of
 
 # Constants for 16-bit types.
 _BLOCK_ROWS = 64  # of a product
 _MOST_SUMS = 192  # registers of a thread
-_LINE_BYTES = 128  # of outputs that are stored together, at most
+_LINE_PITCH = 72  # outputs from a line of 64 to the next, in shared memory: lanes write to different banks
 
 # Constants for TF32.
 _WHOLE_OUTS, _MOST_LINES = 8, 256  # output channels, and columns of a product
@@ -58,7 +55,7 @@ _LINE_PAD = 4  # outputs from the end of a line in shared memory to the next
 
 
 class RowTile(Gathering):
-    """The work of a block that goes along rows of cells, some columns of the input a step."""
+    """The work of a block that goes along rows, some columns of the input a step."""
 
     multiprocessors: int  # of the GPU: as many blocks run at once
     itemsize: ClassVar[int]  # bytes of an element
@@ -66,7 +63,7 @@ class RowTile(Gathering):
     product_channels: ClassVar[int]  # input channels of a product, 32 bytes
     pixels_on_m: ClassVar[bool]  # whether inputs are the left side of products, and weights the right one
     columns: ClassVar[int]  # inputs of a row of a step
-    rows: ClassVar[int]  # of cells of an item
+    rows: ClassVar[int]  # of outputs of an item
     outs: int  # output channels of a block, which are those of a set
     chunk: int  # input channels of a stage
     slots: int  # taps across whose weights a product has, each with ``outs`` output channels
@@ -84,72 +81,59 @@ class RowTile(Gathering):
     def channel_sets(self) -> int:
         return -(-self.out_channels // self.outs)
 
-    @property
-    def sets(self) -> int:
-        """Parts of the weights that blocks keep, of all groups."""
-        return self.problem.groups * self.span[0] * self.channel_sets
-
     # Taps across: the fold.
 
     @cached_property
-    def taps_across(self) -> tuple[Tap, ...]:
-        return taps_of(self.problem, self.direction, 1)
+    def taps_across(self) -> list[Tap]:
+        """Taps across, those first whose columns meet outputs first: each is an input later than the one before."""
+        return sorted(taps_of(self.problem, self.direction, 1), key=lambda tap: -tap.shift)
 
     @cached_property
     def delayed(self) -> int:
-        """Inputs that cells come later than columns: of those that let all taps be 0 to 8 late, the best to store."""
-        shifts = [tap.shift for tap in self.taps_across]
-        possible = range(max(0, *shifts), min(shifts) + _CARRIED + 1)
-        return max(possible, key=lambda delayed: (math.gcd(self.piece, delayed * self.span[1]), -delayed))
+        """Inputs that outputs come later than columns: of those that let all taps be 0 to 8 late, the best to store."""
+        first, last = self.taps_across[0].shift, self.taps_across[-1].shift
+        possible = range(max(0, first), last + _CARRIED + 1)
+        return max(possible, key=lambda delayed: (math.gcd(self.piece, delayed), -delayed))
 
     @property
-    def delays(self) -> list[int]:
-        """Delay of each tap across, in columns."""
-        return [self.delayed - tap.shift for tap in self.taps_across]
+    def first_delay(self) -> int:
+        """Delay of the first tap across, in columns."""
+        return self.delayed - self.taps_across[0].shift
 
     @cached_property
     def given(self) -> list[int]:
-        """From how many lanes before an output channel's two cells of a lane get something, of each phase and cell."""
-        taps = zip(self.taps_across, self.delays, strict=True)
-        lanes = {(tap.phase, e, (delay + (e + delay) % 2 - e) // 2) for tap, delay in taps for e in (0, 1)}
-        return [distance for _, _, distance in lanes]
+        """From how many lanes before a lane's two outputs of an output channel get something, of each output."""
+        delays = range(self.first_delay, self.first_delay + len(self.taps_across))
+        lanes = {(e, (delay + (e + delay) % 2 - e) // 2) for delay in delays for e in (0, 1)}
+        return [distance for _, distance in lanes]
 
     # Taps down: rows of the input.
 
     @cached_property
-    def taps_down(self) -> list[list[Tap]]:
-        """Taps down, for each row phase."""
-        taps = taps_of(self.problem, self.direction, 0)
-        return [[tap for tap in taps if tap.phase == phase] for phase in range(self.span[0])]
+    def taps_down(self) -> list[Tap]:
+        """Taps down, in the order of the rows of the input that they read."""
+        return sorted(taps_of(self.problem, self.direction, 0), key=lambda tap: tap.shift)
 
     @property
     def weight_rows(self) -> int:
-        """Taps down of the phase that has most."""
-        return max(map(len, self.taps_down))
+        return len(self.taps_down)
 
-    @cached_property
-    def first_rows(self) -> list[int]:
-        """From an item's first cell to its first input row, of each row phase."""
-        return [min(tap.shift for tap in taps) for taps in self.taps_down]
+    @property
+    def first_row(self) -> int:
+        """From an item's first row to its first input row."""
+        return self.taps_down[0].shift
 
-    @cached_property
-    def row_places(self) -> list[list[int]]:
-        """For each row phase, distances from a cell's first input row to the rows of the phase's taps down."""
-        phases = zip(self.first_rows, self.taps_down, strict=True)
-        return [[tap.shift - first for tap in taps] for first, taps in phases]
-
-    @cached_property
+    @property
     def input_rows(self) -> int:
-        """Rows of the input that an item reads, of the row phase that reads most."""
-        return max(map(max, self.row_places)) + self.rows
+        """Rows of the input that an item reads."""
+        return self.weight_rows - 1 + self.rows
 
     # Steps along a row, and items.
 
     @property
     def steps(self) -> int:
         """Steps along a row."""
-        cells = self.cells[1] + self.delayed + -(-self.kept // self.span[1])
-        return -(-cells // self.columns)
+        return -(-(self.output_size[1] + self.delayed + self.kept) // self.columns)
 
     @property
     def multiplied(self) -> int:
@@ -158,7 +142,7 @@ class RowTile(Gathering):
 
     @property
     def image_items(self) -> int:
-        return -(-self.cells[0] // self.rows)
+        return -(-self.output_size[0] // self.rows)
 
     @property
     def items(self) -> int:
@@ -167,19 +151,19 @@ class RowTile(Gathering):
 
     def blocks_on(self, multiprocessors: int) -> int:
         """Blocks of a set."""
-        return max(1, min(self.items, multiprocessors // self.sets))
+        return max(1, min(self.items, multiprocessors // self.channel_sets))
 
     @property
     def rounds(self) -> int:
         """Items that a multiprocessor takes one after the other."""
-        return -(-self.sets // self.multiprocessors) * -(-self.items // self.blocks_on(self.multiprocessors))
+        return -(-self.channel_sets // self.multiprocessors) * -(-self.items // self.blocks_on(self.multiprocessors))
 
     # Memory.
 
     @property
     def vector(self) -> int:
         """Outputs that begin at a multiple of their bytes in memory, in any line."""
-        return math.gcd(self.piece, self.output_size[1], self.delayed * self.span[1])
+        return math.gcd(self.piece, self.output_size[1], self.delayed)
 
     @property
     def tiles(self) -> int:
@@ -199,7 +183,7 @@ class RowTile(Gathering):
     @property
     def packed_bytes(self) -> int:
         """Bytes of the weights as they are laid out."""
-        return self.sets * self.weight_bytes
+        return self.channel_sets * self.weight_bytes
 
     @property
     def stage_bytes(self) -> int:
@@ -218,7 +202,7 @@ class RowTile(Gathering):
     @property
     def addressable(self) -> bool:
         """Whether boxes and integers hold it."""
-        last = (self.cells[0] + self.rows) * self.span[0], (self.steps + 1) * self.columns * self.span[1]
+        last = self.output_size[0] + self.rows, (self.steps + 1) * self.columns
         largest = max(self.items + self.multiprocessors, self.packed_bytes // 16, *last)
         return max(self.input_rows, self.chunk) <= _LONGEST_BOX and largest <= INT32_MAX
 
@@ -232,23 +216,17 @@ class RowTile(Gathering):
         """Macros of the kernel but the type of elements, which depend on the layer and the fields of the tile alone."""
         return {
             **named_macros(self, "in_channels out_channels channels channel_sets weight_rows pixels_on_m"),
-            **named_macros(self, "delayed input_rows stages vector shared_bytes"),
-            "PHASES": self.span[0],
-            "SPAN_W": self.span[1],
-            "DELAY": table(self.delays + [0] * self._pads),
-            "PHASE": table([tap.phase for tap in self.taps_across] + [-1] * self._pads),
-            "FIRST_ROW": table(self.first_rows),
+            **named_macros(self, "delayed first_delay first_row stages vector shared_bytes"),
+            "TAPS_ACROSS": len(self.taps_across),
         }
 
     @cached_property
     def packing(self) -> Macros:
-        """Macros for csrc/weights/pack.cu: sets of steps are row phases, steps taps down and tiles of taps across."""
-        width, sets = self.problem.kernel_size[1], []
-        across = [tap.tap for tap in self.taps_across] + [-1] * self._pads
+        """Macros for csrc/weights/pack.cu: steps are taps down and tiles of taps across."""
+        width, across = self.problem.kernel_size[1], [tap.tap for tap in self.taps_across]
+        across += [-1] * (-len(across) % self.slots)  # slots that have no tap
         tiles = [across[first : first + self.slots] for first in range(0, len(across), self.slots)]
-        for taps in self.taps_down:
-            down = [tap.tap for tap in taps] + [-1] * (self.weight_rows - len(taps))
-            sets.append([[kh * width + kw if min(kh, kw) >= 0 else -1 for kw in tile] for kh in down for tile in tiles])
+        steps = [[down.tap * width + kw if kw >= 0 else -1 for kw in tile] for down in self.taps_down for tile in tiles]
         others: Macros = {
             "INPUT_GRAD": int(self.direction == "input_grad"),
             "ROW_ORDER": pack.ROWS_SLOTS if self.slots == 2 and not self.pixels_on_m else pack.ROWS_PLAIN,
@@ -259,12 +237,7 @@ class RowTile(Gathering):
             "ROWS": self.lines,
             "CHANNELS": self.outs,
         }
-        return pack.macros_of(sets, others)
-
-    @property
-    def _pads(self) -> int:
-        """Slots that have no tap across."""
-        return -len(self.taps_across) % self.slots
+        return pack.macros_of([steps], others)
 
     @property
     def fetched(self) -> int:
@@ -273,13 +246,13 @@ class RowTile(Gathering):
         On an H200, blocks that go along ten rows of 64 channels each (KernelBench 57) wait for 22 MB; with outputs
         written at the same time some of it was fetched twice.
         """
-        lines = self.blocks_on(self.multiprocessors) * self.sets * self.input_rows * self.in_channels
+        lines = self.blocks_on(self.multiprocessors) * self.channel_sets * self.input_rows * self.in_channels
         return _MOST_FETCHED if lines * _MOST_FETCHED <= _FETCHED_AHEAD else _MOST_FETCHED // 2
 
 
 @dataclass(frozen=True)
 class Tile16(RowTile):
-    """The work of a block in 16 bits: a warpgroup has a row of cells of its own, and products have 64 rows."""
+    """The work of a block in 16 bits: a warpgroup has a row of its own, and products have 64 rows."""
 
     problem: Problem
     direction: Pass
@@ -303,28 +276,9 @@ class Tile16(RowTile):
         return _BLOCK_ROWS // self.slots
 
     @cached_property
-    def row_taps(self) -> list[list[list[int]]]:
-        """For each row phase, input row and row of cells: the index of the tap among the phase's, or -1."""
-        inputs, cells = range(self.input_rows), range(self.rows)
-        taps = [{place: tap for tap, place in enumerate(places)} for places in self.row_places]
-        return [[[tap_at.get(row - cell, -1) for cell in cells] for row in inputs] for tap_at in taps]
-
-    # Stores.
-
-    @cached_property
-    def line_cells(self) -> int:
-        """Cells of a line of outputs, which are folded before any are stored."""
-        return power_of_two_within(self.columns, _LINE_BYTES // (self.itemsize * self.span[1]))
-
-    @cached_property
-    def line_pitch(self) -> int:
-        """Outputs from a line to the next, in shared memory: such that lanes write to different banks."""
-        return _line_pitch(self.line_cells, self.span[1], self.vector)
-
-    @cached_property
     def own_bytes(self) -> int:
         """A line of outputs of each output channel, for each warpgroup; a barrier."""
-        return 2 * self.outs * self.line_pitch * self.itemsize + _BARRIER_BYTES
+        return 2 * self.outs * _LINE_PITCH * self.itemsize + _BARRIER_BYTES
 
     @property
     def possible(self) -> bool:
@@ -338,14 +292,14 @@ class Tile16(RowTile):
         Of a step a warpgroup multiplies, and folds while the other multiplies. What both ask of shared memory counts,
         where it is more: reads of products, three accesses for the outputs of a line, shuffles.
         """
-        products, span = self.weight_rows * self.channels / self.product_channels * self.tiles, self.span[1]
-        pairs = self.columns / 8 * (2 // self.slots)  # of cells, that a thread folds
-        outputs = self.columns * span * self.outs
+        products = self.weight_rows * self.channels / self.product_channels * self.tiles
+        pairs = self.columns / 8 * (2 // self.slots)  # of outputs, that a thread folds
+        outputs = self.columns * self.outs
         shuffles = pairs * sum(0 < distance < 4 for distance in self.given)
         read = products * (2048 + 32 * self.columns) / 128
         accesses = 4 * shuffles + 3 * outputs * self.itemsize / 128
         shared = 2 * (_COST.read_factor * read + _COST.access_factor * accesses)
-        folding = pairs * (_COST.tap_cycles * len(self.taps_across) + _COST.pair_cycles * span)
+        folding = pairs * (_COST.tap_cycles * len(self.taps_across) + _COST.pair_cycles)
         folding += shuffles + _COST.store_cycles * outputs / (32 * self.vector)
         step = overlapped(_COST.overlap, shared, products * self.columns / 2 + folding)
         multiplied = -(-self.multiplied // self.columns)
@@ -353,23 +307,9 @@ class Tile16(RowTile):
         computing = self.rounds * (multiplied * step + unmultiplied)
         return _COST.start_cycles + overlapped(_COST.overlap, computing, self.moved_cycles)
 
-    @cached_property
+    @property
     def compiled(self) -> Macros:
-        taps = [tap for phase in self.row_taps for row in phase for tap in row]
-        return {**super().compiled, **named_macros(self, "tiles slots line_cells line_pitch"), "ROW_TAP": table(taps)}
-
-
-@lru_cache(maxsize=1024)
-def _line_pitch(cells: int, span: int, vector: int) -> int:
-    """The pitch of lines of so many cells with which fewest of the lanes that write together write to the same bank."""
-    first, word = cells * span, math.gcd(2 * span, 8)  # a lane writes a word at a time, outputs of two cells
-    multiple, together = max(word, vector), 64 // word
-
-    def conflicts(pitch: int) -> int:
-        banks = [(lane // 4 * pitch + lane % 4 * 2 * span) // 2 % 32 for lane in range(together)]
-        return max(map(banks.count, banks))
-
-    return min(range(up_to_multiple(first, multiple), first + 65, multiple), key=conflicts)
+        return {**super().compiled, **named_macros(self, "slots")}
 
 
 @dataclass(frozen=True)
@@ -380,7 +320,6 @@ class TileTf32(RowTile):
     direction: Pass
     outs: int
     chunk: int
-    whole_sectors: bool  # whether lines are stored as sectors of memory lie, not as steps end
     multiprocessors: int
 
     itemsize: ClassVar[int] = 4
@@ -415,13 +354,8 @@ class TileTf32(RowTile):
 
     @property
     def vector(self) -> int:
-        """Outputs that a lane's cells, rows and where lines begin are multiples of; four at most."""
-        return math.gcd(super().vector, 2 * self.span[1])
-
-    @property
-    def cuts_sectors(self) -> bool:
-        """Whether steps end, and rows begin, within sectors."""
-        return any(place % _SECTOR for place in (self.output_size[1], self.delayed * self.span[1]))
+        """Outputs that a lane's outputs, rows and where lines begin are multiples of; two at most."""
+        return math.gcd(super().vector, 2)
 
     @property
     def steps(self) -> int:
@@ -430,9 +364,7 @@ class TileTf32(RowTile):
 
     @cached_property
     def kept(self) -> int:
-        if not self.whole_sectors:
-            return 0
-        return -self.delayed * self.span[1] % _SECTOR if self.output_size[1] % _SECTOR == 0 else _SECTOR - 1
+        return -self.delayed % _SECTOR if self.output_size[1] % _SECTOR == 0 else _SECTOR - 1
 
     # Shared memory and registers.
 
@@ -444,23 +376,22 @@ class TileTf32(RowTile):
     @cached_property
     def own_bytes(self) -> int:
         """Outputs of two steps of eight channels of each warp, and what is kept of all; the bias, a barrier."""
-        line = 2 * self.columns * self.span[1] + self.whole_sectors * _SECTOR + _LINE_PAD
-        outputs = _WHOLE_OUTS * line * self.itemsize + self.whole_sectors * self.outs * _SECTOR * self.itemsize
-        return self.rows * outputs + self.outs * self.itemsize + _BARRIER_BYTES
+        outputs = _WHOLE_OUTS * (2 * self.columns + _SECTOR + _LINE_PAD) + self.outs * _SECTOR
+        return (self.rows * outputs + self.outs) * self.itemsize + _BARRIER_BYTES
 
     def registers_with(self, taps_together: int) -> int:
         """Registers of a thread that multiplies, about: sums, words of two groups, what is carried or waits.
 
         Of 400 tiles of random layers that take 170 and more, ten spill, 128 bytes at most.
         """
-        span, groups = self.span[1], self.weight_rows * self.chunks // taps_together
+        groups = self.weight_rows * self.chunks // taps_together
         words = min(2, groups) * taps_together * self.chunk // self.product_channels * 4
         words += max(0, words - _FEW_WORDS) if groups > 1 else 0  # of many, some have to be moved
-        return self.lines // 2 + words + self.outs // 4 * (self._carried + 2 * span) + 8 * span + _OTHER_REGISTERS
+        return self.lines // 2 + words + self.outs // 4 * (self._carried + 2) + 8 + _OTHER_REGISTERS
 
     @property
     def _carried(self) -> int:
-        """Values that other lanes send for an output channel's two cells of a lane."""
+        """Values that other lanes send for a lane's two outputs of an output channel."""
         return sum(distance > 0 for distance in self.given)
 
     @property
@@ -480,29 +411,27 @@ class TileTf32(RowTile):
         """
         step = self.products * (_COST.tf32_line_cycles * self.lines + _COST.tf32_product_cycles)
         step += 2 * _COST.tf32_group_cycles * self.groups + self.stage_bytes * self.chunks / 128
-        step += self.outs * (2 * self._carried + _COST.tf32_output_cycles * self.span[1])
+        step += self.outs * (2 * self._carried + _COST.tf32_output_cycles)
         computing = self.rounds * self.steps * _COST.tf32_step_share * step
         moving = _COST.tf32_memory_factor * (1 + self.chunk / _COST.tf32_long_chunk) * self.moved_cycles
         return _COST.tf32_start_cycles + overlapped(_COST.tf32_overlap, computing, moving)
 
-    @cached_property
+    @property
     def compiled(self) -> Macros:
-        places = itertools.chain(*([*row, *[0] * (self.weight_rows - len(row))] for row in self.row_places))
-        own = named_macros(self, "chunk outs lines whole_sectors taps_together")
-        return {**super().compiled, **own, "ROW_PLACE": table([*places])}
+        return {**super().compiled, **named_macros(self, "chunk outs lines taps_together")}
 
 
 Tile = Tile16 | TileTf32
 
 
 def _tiles_of_tf32(problem: Problem, direction: Pass, multiprocessors: int) -> Iterator[TileTf32]:
-    any_tile = TileTf32(problem, direction, _WHOLE_OUTS, _CHUNKS[0], False, multiprocessors)
-    if len(any_tile.taps_across) == any_tile.span[1]:
+    any_tile = TileTf32(problem, direction, _WHOLE_OUTS, _CHUNKS[0], multiprocessors)
+    if len(any_tile.taps_across) == 1:
         return  # nothing folds: others store what each tap gives in longer runs
-    whole_sectors, channels = any_tile.cuts_sectors, -(-any_tile.out_channels // _WHOLE_OUTS)
+    channels = -(-any_tile.out_channels // _WHOLE_OUTS)
     outs = {-(-channels // sets) * _WHOLE_OUTS for sets in range(1, channels + 1)}
     for set_outs, chunk in itertools.product(sorted(outs, reverse=True), _CHUNKS):
-        tile = TileTf32(problem, direction, set_outs, chunk, whole_sectors, multiprocessors)
+        tile = TileTf32(problem, direction, set_outs, chunk, multiprocessors)
         if tile.channels % chunk == 0:
             yield tile
 
@@ -510,32 +439,26 @@ def _tiles_of_tf32(problem: Problem, direction: Pass, multiprocessors: int) -> I
 class GemmFoldRows(Sm90Kernel):
     name = "sm90/gemm_fold_rows"
     directions = ("forward", "input_grad")
-    serves = "wide rows of whole 16 bytes, phases that all have taps, few taps and a stride of at most four across"
+    serves = "one group, no stride or dilation, wide rows of whole 16 bytes, few taps across"
     only_in = torch.contiguous_format
     clock_rate = _DEVICE.clock
 
     def tiles(self, config: Config, direction: Pass) -> Iterator[Tile]:
         p, multiprocessors = config.problem, config.spec.multiprocessors
-        if p.batch == 0 or p.stride[1] > _MOST_SPAN or (direction == "input_grad" and p.stride != (1, 1)):
+        if p.batch == 0 or p.groups > 1 or (p.stride, p.dilation) != ((1, 1), (1, 1)):
             return
         shifts = [tap.shift for tap in taps_of(p, direction, 1)]
-        # Without a tap an output would be the bias alone; and a tap must not be later than columns are carried.
-        if not has_all_phases(p) or max(0, *shifts) - min(shifts) > _CARRIED:
-            return
+        if max(0, *shifts) - min(shifts) > _CARRIED:
+            return  # a tap must not be later than columns are carried
         of_16_bits = (Tile16(p, direction, slots, multiprocessors) for slots in (1, 2))
         for tile in _tiles_of_tf32(p, direction, multiprocessors) if config.dtype.itemsize == 4 else of_16_bits:
-            if tile.input_size[1] % tile.piece:
-                return
-            # Products of a group must not read channels of the next one.
-            if (p.groups == 1 or tile.in_channels == tile.channels) and tile.possible:
+            if tile.input_size[1] % tile.piece == 0 and tile.possible:
                 yield tile
 
     def fitted(self, config: Config, direction: Pass, tile: Tile) -> Tile | None:
         sized = changed(tile, problem=config.problem)
         if config.problem.batch == 0 or sized.input_size[1] % tile.piece or not sized.addressable:
             return None
-        if isinstance(sized, TileTf32) and sized.cuts_sectors > sized.whole_sectors:
-            return None  # in 16 bits parts of sectors may be stored
         vars(sized).update(compiled=tile.compiled, packing=tile.packing)  # once for all sizes
         return sized
 
@@ -548,13 +471,13 @@ class GemmFoldRows(Sm90Kernel):
             "packed": "packed",
             "bias, output": ("bias" if is_forward else None, "output"),
             "by_image_items": reciprocal(tile.image_items),
-            "groups, columns": (p.groups, tile.multiplied),
+            "columns": tile.multiplied,
             "h_out, w_out": tile.output_size,
-            "cells_h, image_items, items, steps": (tile.cells[0], tile.image_items, tile.items, tile.steps),
+            "image_items, items, steps": (tile.image_items, tile.items, tile.steps),
         }
-        grid, block = (tile.blocks_on(config.spec.multiprocessors) * tile.sets, 1, 1), (_THREADS, 1, 1)
+        grid, block = (tile.blocks_on(config.spec.multiprocessors) * tile.channel_sets, 1, 1), (_THREADS, 1, 1)
         element: Macros = {"ELEMENT_T": ELEMENT_TYPES[config.dtype]}
-        packing, macros = pack.packing(element | tile.packing, p.groups), element | tile.compiled
+        packing, macros = pack.packing(element | tile.packing), element | tile.compiled
         main = Launch("sm90/gemm_fold_rows.cu", macros, grid, block, params, tile.shared_bytes, overlaps=True)
         return gathering(config, direction, (packing, main), {"packed": tile.packed_bytes})
 
