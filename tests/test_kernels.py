@@ -704,7 +704,7 @@ GRADIENT_RUNS = [run for run in GRADIENT_RUNS if run.tile is not None]
 some_are_slow(
     GRADIENT_RUNS,
     6,
-    lambda run: run.tile.segment < run.tile.tile_w or (run.tile.padded_bytes and run.tile.flat),
+    lambda run: run.tile.segment < run.tile.tile_w or (run.case == GRADIENT_CASES[16] and run.tile.lines > 1),
 )
 GRADIENT_RUNS += [Run("fused_weight_grad", case, torch.bfloat16) for case in GRADIENT_CASES[:2]]
 # Sides of output channels of their own, in each type, with few blocks and many.
@@ -1077,7 +1077,7 @@ TILE_PATHS = {
     """),
     "wgrad_nchw": (GRADIENT_RUNS, """
         flat; lines > 1; lines > 1 and flat; pixels * itemsize == 64; sides_co > 1; sides_h > 1; sides_w > 1
-        taps_w > 1; vector > 1; shift > 0; segment < tile_w; weight_blocks > 1
+        taps[0] > 1; taps[1] > 1; vector > 1; shift > 0; segment < tile_w; weight_blocks > 1
         block_taps[0] < problem.kernel_size[0]; block_taps[1] < problem.kernel_size[1]; warpgroups == 3; split
         planes == 1; planes > 1; planes and any(problem.padding); odd; padded_bytes; padded_bytes and flat
         itemsize == 2 and sides_co > 1; split and sides_co > 1; itemsize == 4 and not split and sides_co > 1

@@ -47,7 +47,7 @@ def compiled_for(kernel, config, direction, tile):
 
 
 # A tile declines so many of the sizes below, whose rows are cut elsewhere. The kernel has another tile for each.
-MISSES = {"sm90/gemm_depth_to_space": 2}
+MISSES = {"sm90/gemm_depth_to_space": 2, "sm90/wgrad_nchw": 4}
 
 
 @pytest.mark.parametrize(

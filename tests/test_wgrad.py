@@ -88,8 +88,11 @@ def test_blocks_have_every_weight_of_a_group_once_nchw(tile):
         row % (tile.block_co // classes) * classes + row // (tile.block_co // classes) for row in range(tile.block_co)
     )
     assert channels == Counter(range(tile.block_co))
-    sides = itertools.product(range(tile.sides_h), range(tile.sides_w), range(tile.taps_w))
-    taps = Counter((h, w * tile.taps_w + column) for h, w, column in sides)
+    sides = itertools.product(range(tile.sides_h), range(tile.sides_w))
+    taps = Counter(
+        (h * tile.taps[0] + row, w * tile.taps[1] + column)
+        for (h, w), row, column in itertools.product(sides, range(tile.taps[0]), range(tile.taps[1]))
+    )
     assert taps == Counter(itertools.product(range(taps_h), range(taps_w)))
 
 

@@ -22,7 +22,7 @@
  * What lies outside of the tensors counts as zeros, so values must be finite, as in sm90/implicit_gemm.cu.
  *
  * A block has 64 * SIDES_CO output channels, CI_TILE input channels, and as many taps as its warpgroups have, each of its own:
- * TAPS_W of a row. It goes over a slice of the pixels, tile after tile, and writes a partial sum for each weight;
+ * TAPS_H x TAPS_W. It goes over a slice of the pixels, tile after tile, and writes a partial sum for each weight;
  * splits/reduce.cu adds the slices in their order. One thread begins all copies, three warps round and mend. The sums
  * of SPLIT leave the tensor cores, which cut them off, after each tile.
  *
@@ -35,7 +35,7 @@
  * or 128 bytes have), ROWS (lines of a channel in a tile), TILE_W (pixels of a line in a row: all, or the input's
  * width), SEGMENT (of them that read one piece of a row of grad_output), VECTOR (words of it that a thread loads
  * together); CI_TILE (a multiple of 16 up to 256); SIDES_CO, SIDES_H, SIDES_W (warpgroups with output channels, or
- * taps, of their own), TAPS_W; SLOTS (pieces that a tile needs), SLOT_ROWS, SLOT_COLUMNS (which, from the
+ * taps, of their own), TAPS_H, TAPS_W; SLOTS (pieces that a tile needs), SLOT_ROWS, SLOT_COLUMNS (which, from the
  * first), SLOT_OF (of a segment and a row of taps); ROW_PITCH (elements of a piece); LONG_ROWS (0 where boxes have
  * rows); STAGES. None depends on sizes, but for TILE_W and LONG_ROWS. Chosen by gemmconv/kernels/sm90/wgrad_nchw.py.
  */
@@ -61,8 +61,8 @@ struct wgrad_nchw_params {
 constexpr int kWarpgroups = SIDES_CO * SIDES_H * SIDES_W, kMultipliers = 128 * kWarpgroups, kThreads = kMultipliers + 128;
 constexpr int kRegisters = 65536 / kThreads / 8 * 8, kHelperRegisters = kWarpgroups == 3 ? 32 : 40;
 constexpr int kMultiplierRegisters = (kRegisters * kThreads - 128 * kHelperRegisters) / kMultipliers / 8 * 8;
-constexpr int kAllTaps = KERNEL_H * KERNEL_W, kBlockCo = 64 * SIDES_CO;
-constexpr int kSetsH = ceil_div(KERNEL_H, SIDES_H), kSetsW = ceil_div(KERNEL_W, SIDES_W * TAPS_W);
+constexpr int kTaps = TAPS_H * TAPS_W, kAllTaps = KERNEL_H * KERNEL_W, kBlockCo = 64 * SIDES_CO;
+constexpr int kSetsH = ceil_div(KERNEL_H, SIDES_H * TAPS_H), kSetsW = ceil_div(KERNEL_W, SIDES_W * TAPS_W);
 constexpr int kCiTiles = ceil_div(CI, CI_TILE), kCoTiles = ceil_div(CO, kBlockCo);
 // Elements of a word, and of 16 bytes; pixels of a step, 32 bytes.
 constexpr int kItem = sizeof(ELEMENT_T), kElements = 4 / kItem, kPiece = 16 / kItem, kStepPixels = 32 / kItem;
@@ -100,7 +100,7 @@ extern __shared__ __align__(1024) unsigned char shared[];
 
 __constant__ constexpr int kSlotRows[] = SLOT_ROWS;
 __constant__ constexpr int kSlotColumns[] = SLOT_COLUMNS;
-__constant__ constexpr int kSlotOf[kTilePixels / SEGMENT][SIDES_H] = SLOT_OF;
+__constant__ constexpr int kSlotOf[kTilePixels / SEGMENT][SIDES_H * TAPS_H] = SLOT_OF;
 
 /* The pixels of a block: tiles [first, end) of a slice. */
 struct work_t { int group, ci, co, kh, kw, slice, first, end; };
@@ -110,7 +110,7 @@ __device__ __forceinline__ work_t work_of(const wgrad_nchw_params& p) {
     work.ci = rest % kCiTiles * CI_TILE, rest /= kCiTiles;
     work.co = rest % kCoTiles * kBlockCo, rest /= kCoTiles;
     work.kw = rest % kSetsW * (SIDES_W * TAPS_W), rest /= kSetsW;
-    work.kh = rest % kSetsH * SIDES_H, rest /= kSetsH;
+    work.kh = rest % kSetsH * (SIDES_H * TAPS_H), rest /= kSetsH;
     work.group = rest % p.groups, work.slice = rest / p.groups;
     work.first = static_cast<int>(static_cast<long long>(p.tiles) * work.slice / p.slices);
     work.end = static_cast<int>(static_cast<long long>(p.tiles) * (work.slice + 1) / p.slices);
@@ -237,14 +237,14 @@ __device__ __forceinline__ void mend(const wgrad_nchw_params& p, const barriers_
 /* The left sides of the taps of a row, of a step: words (g, t), (g + 8, t), (g, t + 4), (g + 8, t + 4) of each. `rows` is where
  * row g of slot 0 begins, at the thread's first pixel; `first` the first element of its plane, in LONG_ROWS.
  */
-template <int STEP>
+template <int STEP, int TAP_ROW>
 __device__ __forceinline__ void load_left(
     unsigned (&a)[kParts][TAPS_W][4], const ELEMENT_T* rows, int side_h, [[maybe_unused]] int first,
     [[maybe_unused]] int w_out) {
     #pragma unroll
     for (int i = 0; i < 4; ++i) {
         const int pixel = STEP * kStepPixels + i / 2 * (kStepPixels / 2);
-        const int slot = kSlotOf[pixel / SEGMENT][side_h];
+        const int slot = kSlotOf[pixel / SEGMENT][side_h * TAPS_H + TAP_ROW];
         const ELEMENT_T* from = rows + slot * kRow + i % 2 * 8 * ROW_PITCH + pixel % SEGMENT * STRIDE_W;
         if (LONG_ROWS) from += place_in_piece(first + kSlotRows[slot] * w_out + kSlotColumns[slot]);
         unsigned words[kVectors * VECTOR];
@@ -279,10 +279,10 @@ __device__ __forceinline__ void consume(const wgrad_nchw_params& p, const barrie
     const descriptor_t all_lines = descriptor_k_major_swizzled<kLineBytes>(shared);
     const int begin = (first_row + g) * ROW_PITCH + kElements * t * STRIDE_W + side_w * TAPS_W * DILATION_W +
                       kShift - kFirst;
-    float sums[TAPS_W][CI_TILE / 2];
-    [[maybe_unused]] float chain[SPLIT ? TAPS_W : 1][SPLIT ? CI_TILE / 2 : 1];  // of a tile
+    float sums[kTaps][CI_TILE / 2];
+    [[maybe_unused]] float chain[SPLIT ? kTaps : 1][SPLIT ? CI_TILE / 2 : 1];  // of a tile
     #pragma unroll
-    for (int tap = 0; tap < TAPS_W; ++tap) wgmma_clear(sums[tap]);
+    for (int tap = 0; tap < kTaps; ++tap) wgmma_clear(sums[tap]);
     unsigned left[2][kParts][TAPS_W][4];  // one belongs to products that run
     ring_t ring;
     int held = -1;  // stage that they may still read
@@ -294,28 +294,32 @@ __device__ __forceinline__ void consume(const wgrad_nchw_params& p, const barrie
         const descriptor_t lines = advance(all_lines, ring.stage * kStage);
         each<kSteps>([&](auto step_c) {
             constexpr int kStep = step_c;
-            auto& words = left[kStep % 2];
-            load_left<kStep>(words, rows, side_h, first, p.w_out);
-            wgmma_fence();
-            const descriptor_t right = advance(lines, kStep / kLineSteps * kBox + kStep % kLineSteps * 32);
-            #pragma unroll
-            for (int tap = 0; tap < TAPS_W; ++tap) {
+            each<TAPS_H>([&](auto row_c) {
+                constexpr int kRowOfTaps = row_c, kBuffer = (kStep * TAPS_H + kRowOfTaps) % 2;
+                load_left<kStep, kRowOfTaps>(left[kBuffer], rows, side_h, first, p.w_out);
+                wgmma_fence();
+                const descriptor_t right = advance(lines, kStep / kLineSteps * kBox + kStep % kLineSteps * 32);
+                #pragma unroll
+                for (int tap = 0; tap < TAPS_W; ++tap) {
+                    const auto& words = left[kBuffer];
+                    constexpr int kFirstTap = kRowOfTaps * TAPS_W;
 #if SPLIT
-                wgmma_rows<ELEMENT_T, CI_TILE>(chain[tap], words[0][tap], advance(right, kPart), kStep > 0);
-                wgmma_rows<ELEMENT_T, CI_TILE>(chain[tap], words[1][tap], right, 1);
-                wgmma_rows<ELEMENT_T, CI_TILE>(chain[tap], words[0][tap], right, 1);
+                    wgmma_rows<ELEMENT_T, CI_TILE>(chain[kFirstTap + tap], words[0][tap], advance(right, kPart), kStep > 0);
+                    wgmma_rows<ELEMENT_T, CI_TILE>(chain[kFirstTap + tap], words[1][tap], right, 1);
+                    wgmma_rows<ELEMENT_T, CI_TILE>(chain[kFirstTap + tap], words[0][tap], right, 1);
 #else
-                wgmma_rows<ELEMENT_T, CI_TILE>(sums[tap], words[0][tap], right, 1);
+                    wgmma_rows<ELEMENT_T, CI_TILE>(sums[kFirstTap + tap], words[0][tap], right, 1);
 #endif
-            }
-            wgmma_commit();
-            wgmma_wait<1>();
-            if (kStep == 0 && held >= 0 && lane < kArriving) barrier_arrive(b.empty[held]);
+                }
+                wgmma_commit();
+                wgmma_wait<1>();
+                if (kStep == 0 && kRowOfTaps == 0 && held >= 0 && lane < kArriving) barrier_arrive(b.empty[held]);
+            });
         });
         held = ring.stage;
 #if SPLIT
         #pragma unroll
-        for (int tap = 0; tap < TAPS_W; ++tap) {
+        for (int tap = 0; tap < kTaps; ++tap) {
             wgmma_finish_rows(chain[tap]);
             #pragma unroll
             for (int d = 0; d < CI_TILE / 2; ++d) sums[tap][d] += chain[tap][d];
@@ -324,12 +328,12 @@ __device__ __forceinline__ void consume(const wgrad_nchw_params& p, const barrie
         ring.advance(STAGES);
     }
     #pragma unroll
-    for (int tap = 0; tap < TAPS_W && !SPLIT; ++tap) wgmma_finish_rows(sums[tap]);
+    for (int tap = 0; tap < kTaps && !SPLIT; ++tap) wgmma_finish_rows(sums[tap]);
 
     PARTIAL_T* partials = p.partials + (static_cast<long long>(work.slice) * p.groups + work.group) * (kAllTaps * CI) * CO;
     #pragma unroll
-    for (int tap = 0; tap < TAPS_W; ++tap) {
-        const int kh = work.kh + side_h, kw = work.kw + side_w * TAPS_W + tap;
+    for (int tap = 0; tap < kTaps; ++tap) {
+        const int kh = work.kh + side_h * TAPS_H + tap / TAPS_W, kw = work.kw + side_w * TAPS_W + tap % TAPS_W;
         if (kh >= KERNEL_H || kw >= KERNEL_W) continue;
         PARTIAL_T* matrix = partials + static_cast<long long>(kh * KERNEL_W + kw) * CI * CO;
         #pragma unroll

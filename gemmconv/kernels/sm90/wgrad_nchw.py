@@ -19,9 +19,8 @@ from gemmconv.geometry import Pair, Problem, Shape4
 from gemmconv.hashing import cached_property, changed
 from gemmconv.kernels.base import Config, Pass
 from gemmconv.kernels.costs import costs_of, overlapped
-from gemmconv.kernels.integers import INT32_MAX, up_to_multiple
+from gemmconv.kernels.integers import INT32_MAX, power_of_two_within, up_to_multiple
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros, named_macros, table
-from gemmconv.kernels.menu import SHORT, samples
 from gemmconv.kernels.program import Launch, Params, Program, TensorMapSpec
 from gemmconv.kernels.sm90.base import WeightGradKernel, variant_of
 from gemmconv.kernels.sm90.implicit_gemm_plan import SHARED_BYTES
@@ -31,13 +30,16 @@ _BLOCK_ROWS = 64
 _LONGEST_BOX = 256
 _MOST_STAGES = 8
 _LINES = (1, 2, 3, 4)  # of a tile, of each channel
-_SMALL = 256  # pixels of images that size classes keep as they are
+_MOST_ROWS = max(_LINES) * 128 // 16  # of pixels: rows are whole 16 bytes
 _STEP_BYTES = 32  # of pixels that one step multiplies, of each channel
 _BARRIER_BYTES = 24  # of a stage
 _REGISTERS = {1: 248, 2: 248, 3: 170}  # of a thread that multiplies, by warpgroups
 _OTHER_REGISTERS = 40
 _COST = costs_of("sm90/wgrad_nchw")
 _DEVICE = costs_of("device")
+# Sizes that a layer's tiles are chosen for, whatever its own: of few pixels, of many, and of more than this many.
+_FEW, _MANY, _MOST, _MOST_PIXELS = (2, (56, 68)), (8, (128, 252)), (8, (1024, 1000)), 2 << 20
+_SMALL_PIXELS, _LOW = 256, 16  # of images that tiles are chosen for as they are, but for the batch; rows of low ones
 _TAP_CYCLES, _ROUND_CYCLES = _COST.table("tap_cycles"), _COST.table("round_cycles")
 
 
@@ -54,11 +56,11 @@ class Tile:
     segment: int  # pixels of a row that read one piece of a row of grad_output
     vector: int  # words of grad_output that a thread loads together
     ci_tile: int  # input channels of a block
-    # sides_co, sides_h, sides_w: warpgroups with output channels, a row of taps, or columns of taps of their own
+    # sides_co, sides_h, sides_w: warpgroups with output channels, rows of taps, or columns of taps of their own
     sides_co: int
     sides_h: int
     sides_w: int
-    taps_w: int  # columns of taps of a warpgroup
+    taps: Pair  # rows and columns of taps of a warpgroup
     # planes of grad_output that are one long row together; 0 where rows are whole 16 bytes, for which another kernel
     # is compiled
     planes: int
@@ -86,7 +88,7 @@ class Tile:
 
     @cached_property
     def block_taps(self) -> Pair:
-        return self.sides_h, self.sides_w * self.taps_w
+        return self.sides_h * self.taps[0], self.sides_w * self.taps[1]
 
     @property
     def block_co(self) -> int:
@@ -181,13 +183,14 @@ class Tile:
     @property
     def registers(self) -> int:
         """Roughly the registers of a thread that multiplies."""
-        words = ((self.taps_w - 1) * self.problem.dilation[1] + self.problem.stride[1]) // self.word_elements + 2
-        return self.parts * self.taps_w * (self.ci_tile // 2 + 8) + 2 * words + _OTHER_REGISTERS
+        words = ((self.taps[1] - 1) * self.problem.dilation[1] + self.problem.stride[1]) // self.word_elements + 2
+        sums = math.prod(self.taps) * self.ci_tile // 2
+        return self.parts * (sums + 8 * self.taps[1]) + 2 * words + _OTHER_REGISTERS
 
     @property
     def reads_pieces(self) -> bool:
         """Whether warpgroups, and blocks, begin at pieces of grad_output that can be read."""
-        dilated = self.taps_w * self.problem.dilation[1]
+        dilated = self.taps[1] * self.problem.dilation[1]
         return (self.sides_w == 1 or dilated % (self.word_elements * self.vector) == 0) and (
             self.block_taps[1] >= self.problem.kernel_size[1]
             or self.sides_w * dilated * self.itemsize % (4 if self.planes else 16) == 0
@@ -197,27 +200,32 @@ class Tile:
     def words(self) -> int:
         """Words of grad_output that a thread loads for the taps of a row, of one word of pixels."""
         (_, stride), (_, dilation) = self.problem.stride, self.problem.dilation
-        last = self.odd + (self.taps_w - 1) * dilation + (self.word_elements - 1) * stride
+        last = self.odd + (self.taps[1] - 1) * dilation + (self.word_elements - 1) * stride
         return -(-(last // self.word_elements + 1) // self.vector) * self.vector
 
     @property
     def cycles(self) -> float:
         """Roughly the cycles of a tile: of products and what feeds them, of copies, or of rounding."""
+        conflicts = _conflicts(self.row_pitch // self.word_elements, self.problem.stride[1], self.vector)
         line_bytes = self.lines * self.pixels * self.itemsize  # of each input channel
-        flushed = self.taps_w * _COST.flush_cycles if self.split else 0
-        computed, copied = line_bytes // _STEP_BYTES * self._step_cycles + flushed, self._copied_cycles
-        rounded = line_bytes * self.ci_tile / 16 * _ROUND_CYCLES[self.itemsize, self.parts]
-        return max(computed, copied, rounded) + _COST.tile_cycles + copied * _COST.waited_share / (self.stages - 1)
+        computed = line_bytes // _STEP_BYTES * self._step_cycles(conflicts) + self._flush_cycles
+        rounded = line_bytes * self.ci_tile / 16 * _ROUND_CYCLES[self.itemsize, 1 + self.split]
+        copied = self._copied_cycles
+        longest = max(computed, copied, rounded)
+        return longest + _COST.tile_cycles + copied * _COST.waited_share / (self.stages - 1)
+
+    def _step_cycles(self, conflicts: int) -> float:
+        """Cycles for the products of a step, and for loading their operands."""
+        rows, columns = self.taps
+        product = max(self.ci_tile / 2, _COST.least_product_cycles) * (3 if self.split else 1)
+        word = self.words * conflicts * _COST.word_cycles + columns * _TAP_CYCLES[self.itemsize, 1 + self.split]
+        multiplied, laid_out = self.warpgroups * columns * product, 4 * self.warpgroups * word
+        chained = _COST.chain_cycles + _COST.chain_share * columns * product
+        return rows * overlapped(_COST.overlap, multiplied, laid_out, chained)
 
     @property
-    def _step_cycles(self) -> float:
-        """Cycles for the products of a step, and for loading their operands."""
-        product = max(self.ci_tile / 2, _COST.least_product_cycles) * (3 if self.split else 1)
-        conflicts = _conflicts(self.row_pitch // self.word_elements, self.problem.stride[1], self.vector)
-        word = self.words * conflicts * _COST.word_cycles + self.taps_w * _TAP_CYCLES[self.itemsize, self.parts]
-        multiplied, laid_out = self.warpgroups * self.taps_w * product, 4 * self.warpgroups * word
-        chained = _COST.chain_cycles + _COST.chain_share * self.taps_w * product
-        return overlapped(_COST.overlap, multiplied, laid_out, chained)
+    def _flush_cycles(self) -> float:
+        return self.taps[0] * self.taps[1] * _COST.flush_cycles if self.split else 0
 
     @property
     def _copied_cycles(self) -> float:
@@ -240,8 +248,11 @@ class Tile:
 
     def slices(self, limit: int) -> int:
         """Into how many slices the tiles are cut, for a workspace of at most so many bytes; 0 where none fit."""
+        return min(self._most_fitting(limit), self.tiles)
+
+    def _most_fitting(self, limit: int) -> int:
         fitting = max(0, limit - self.padded_bytes) // (4 * math.prod(self.problem.weight_shape))
-        return min(fitting, self.most_slices, self.tiles)
+        return min(fitting, self.most_slices)
 
     def workspace_bytes(self, limit: int) -> int:
         """Bytes of the partial sums, and of a copy of the input where its rows are not whole 16 bytes."""
@@ -250,16 +261,52 @@ class Tile:
 
     def seconds(self, limit: int) -> float:
         """Roughly what it takes, with a workspace of at most ``limit`` bytes."""
-        problem, slices = self.problem, self.slices(limit)
+        slices = self.slices(limit)
         rounds = -(-self.weight_blocks * slices // self.multiprocessors)
-        stored = self.taps_w * self.ci_tile / 2 * self.warpgroups * _COST.store_cycles
-        computed = rounds * (-(-self.tiles // slices) * self.cycles + stored) / _DEVICE.clock
-        rows_read = min(1, problem.kernel_size[0] / problem.stride[0])
-        pixels = math.prod(problem.input_shape) + rows_read * math.prod(problem.output_shape)
-        moved = pixels * self.itemsize / _DEVICE.weight_grad_memory_rate
+        return self._seconds(rounds * (-(-self.tiles // slices) * self.cycles + self._stored_cycles), slices)
+
+    def least_seconds(self, limit: int, flat: bool) -> float:
+        """A lower bound of the time of tiles with as much of the weights, of lines that are flat or are not."""
+        problem, (height, width) = self.problem, (self.problem.input_size[0], self.input_width)
+        shortest, most_steps = 64 // self.itemsize, max(_LINES) * 128 // _STEP_BYTES
+        rows, columns = (max(1, shortest // width), width) if flat else (1, shortest)
+        pixels = problem.batch * up_to_multiple(height, rows) * up_to_multiple(width, columns)
+        steps = pixels * self.itemsize // _STEP_BYTES
+        inputs, outputs = self.box_channels
+        slots = _slots(_MOST_ROWS, self.block_taps[0], problem.stride[0], problem.dilation[0], range(1))
+        copied = _STEP_BYTES * (inputs + outputs * (len(slots) / _MOST_ROWS) * problem.stride[1]) * _COST.byte_cycles
+        rounded = 2 * self.ci_tile * _ROUND_CYCLES[self.itemsize, 1 + self.split]
+        step_cycles = max(self._step_cycles(1) + self._flush_cycles / most_steps, copied, rounded)
+        step_cycles += _COST.tile_cycles / most_steps + copied * _COST.waited_share / (_MOST_STAGES - 1)
+        most = self._most_fitting(limit)
+        rounds = -(-self.weight_blocks * most // self.multiprocessors)
+        computed = rounds * (steps / most * step_cycles + self._stored_cycles)
+        return self._seconds(computed, min(most, -(-steps // most_steps)))
+
+    @property
+    def _stored_cycles(self) -> float:
+        return math.prod(self.taps) * self.ci_tile / 2 * self.warpgroups * _COST.store_cycles
+
+    def _seconds(self, cycles: float, slices: int) -> float:
+        """Seconds from the cycles of a multiprocessor, memory traffic and partial sums."""
+        moved, others = self._other_seconds
+        partials = 2 * wgrad_partial_bytes(self.problem, self.itemsize, slices, self.most_slices) / _COST.partial_rate
+        return others + overlapped(_COST.overlap_with_memory, cycles / _DEVICE.clock, moved) + partials
+
+    @cached_property
+    def _other_seconds(self) -> tuple[float, float]:
+        """Seconds of memory traffic, and of launches and a copy of the input."""
+        rows_read = min(1, self.problem.kernel_size[0] / self.problem.stride[0])
+        pixels = math.prod(self.problem.input_shape) + rows_read * math.prod(self.problem.output_shape)
         padded = _COST.pad_seconds + 2 * self.padded_bytes / _COST.pad_rate if self.padded_bytes else 0
-        partials = 2 * wgrad_partial_bytes(problem, self.itemsize, slices, self.most_slices) / _COST.partial_rate
-        return _COST.launch_seconds + padded + overlapped(_COST.overlap_with_memory, computed, moved) + partials
+        return pixels * self.itemsize / _DEVICE.weight_grad_memory_rate, _COST.launch_seconds + padded
+
+
+# Cached values that tiles share whose blocks have as much of the weights.
+_OF_WEIGHTS = (
+    *("warpgroups", "block_taps", "box_channels", "weight_blocks"),
+    *("most_slices", "input_width", "padded_bytes", "_other_seconds"),
+)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -288,16 +335,21 @@ def _blocks_of(problem: Problem, itemsize: int, split: bool, multiprocessors: in
     line, channels = 128 // itemsize, up_to_multiple(problem.gemm_k, 16)
     widths = [n for n in (16, 32, 48, 64, 96, 128, 160, 192, 224, 256) if min(32, channels) <= n < channels + 32]
     sides = [s for s in itertools.product((1, 2), (1, 2, 3), (1, 2)) if math.prod(s) <= 3]
-    any_one = Tile(problem, itemsize, split, line, 1, line, line, 1, 16, 1, 1, 1, 1, planes, multiprocessors)
-    for ci_tile, (co, h, w), taps_w in itertools.product(widths, sides, range(1, min(8, kernel_w) + 1)):
-        if h <= kernel_h and (w - 1) * taps_w < kernel_w:  # each warpgroup has taps
-            block = changed(any_one, ci_tile=ci_tile, sides_co=co, sides_h=h, sides_w=w, taps_w=taps_w)
-            if block.registers <= _REGISTERS[block.warpgroups] and block.reads_pieces:
-                yield block
+    taps = [*itertools.product(range(1, min(3, kernel_h) + 1), range(1, min(8, kernel_w) + 1))]
+    any_one = Tile(problem, itemsize, split, line, 1, line, line, 1, 16, 1, 1, 1, (1, 1), planes, multiprocessors)
+    for ci_tile in widths:
+        registers = {of_one: changed(any_one, ci_tile=ci_tile, taps=of_one).registers for of_one in taps}
+        for (co, h, w), of_one in itertools.product(sides, taps):
+            has_taps = (h - 1) * of_one[0] < kernel_h and (w - 1) * of_one[1] < kernel_w  # each warpgroup
+            if has_taps and registers[of_one] <= _REGISTERS[co * h * w]:
+                block = changed(any_one, ci_tile=ci_tile, sides_co=co, sides_h=h, sides_w=w, taps=of_one)
+                if block.reads_pieces:
+                    yield block
 
 
 def _tiles_with(block: Tile, flat: bool) -> Iterator[Tile]:
     """Tiles with as much of the weights, whose lines are flat or are not."""
+    of_weights = {name: getattr(block, name) for name in _OF_WEIGHTS}
     vectors = [one for one in ((1,) if block.planes else (4, 2, 1)) if block.problem.stride[1] % one == 0]
     vectors = [one for one in vectors if one == 1 or changed(block, vector=one).reads_pieces]
     for pixels in _lines_of(block.problem, block.itemsize, flat):
@@ -307,7 +359,7 @@ def _tiles_with(block: Tile, flat: bool) -> Iterator[Tile]:
             if 1 < lines > block.problem.input_size[0]:
                 break
             found = (
-                changed(block, pixels=pixels, lines=lines, tile_w=tile_w, segment=segment, vector=vector)
+                changed(block, pixels=pixels, lines=lines, tile_w=tile_w, segment=segment, vector=vector, **of_weights)
                 for segment, vector in itertools.product(segments, vectors)
             )
             yield from itertools.islice((one for one in found if one.row_pitch <= _LONGEST_BOX and one.stages >= 2), 1)
@@ -341,18 +393,16 @@ def _pitch(least: int, stride: int, vector: int) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def _tile_of(problem: Problem, itemsize: int, split: bool, limit: int, multiprocessors: int) -> Tile | None:
-    """The tile of the least estimate of those for sample sizes, with a workspace of at most ``limit`` bytes, or None.
+    """The tile of the least estimate of those for typical sizes, with a workspace of at most ``limit`` bytes, or None.
 
     So a layer has few tiles, and kernels, whatever its sizes.
     """
-    typical, is_small = samples(problem, 16 // itemsize)[::3], problem.in_pixels <= _SMALL
-    if is_small and _lines_of(problem, itemsize, flat=True):
-        typical = tuple(replace(one, input_size=(one.input_size[0], problem.input_size[1])) for one in typical)
-    may_be_flat = is_small or problem.input_size[1] < SHORT  # other widths differ within a class
-    best = (tile for one in typical for tile in _best_of(one, itemsize, split, limit, multiprocessors))
-    best = (tile for tile in best if may_be_flat or not tile.flat)
-    found = filter(None, (fitted(tile, problem, limit) for tile in best))
-    return min(found, key=lambda tile: tile.seconds(limit), default=None)
+    found = (
+        fitted(tile, problem, limit)
+        for typical in _typical(problem, itemsize)
+        for tile in _best_of(typical, itemsize, split, limit, multiprocessors)
+    )
+    return min(filter(None, found), key=lambda tile: tile.seconds(limit), default=None)
 
 
 def fitted(tile: Tile, problem: Problem, limit: int) -> Tile | None:
@@ -367,13 +417,48 @@ def fitted(tile: Tile, problem: Problem, limit: int) -> Tile | None:
 @functools.lru_cache(maxsize=1024)
 def _best_of(problem: Problem, itemsize: int, split: bool, limit: int, multiprocessors: int) -> list[Tile]:
     """The best tile whose lines are flat, and the best of others."""
-    limit += 2 * math.prod(problem.input_shape) * itemsize  # which a copy may take
+    if problem.in_pixels >= _SMALL_PIXELS:
+        limit += 2 * math.prod(problem.input_shape) * itemsize  # which a copy may take
     blocks = [*_blocks_of(problem, itemsize, split, multiprocessors)]
     if not blocks or blocks[0].slices(limit) == 0:  # of others neither
         return []
-    both = (itertools.chain(*(_tiles_with(block, flat) for block in blocks)) for flat in (True, False))
-    best = (min(tiles, key=lambda tile: tile.seconds(limit), default=None) for tiles in both)
-    return [*filter(None, best)]
+    found = []
+    for flat in (True, False):
+        if not _lines_of(problem, itemsize, flat):
+            continue
+        best: tuple[float, int, Tile | None] = math.inf, len(blocks), None
+        for bound, i in sorted((block.least_seconds(limit, flat), i) for i, block in enumerate(blocks)):
+            if bound > best[0]:
+                break
+            tiles = ((tile.seconds(limit), i, tile) for tile in _tiles_with(blocks[i], flat))
+            best = min((best, *tiles), key=lambda one: one[:2])
+        found.append(best[2])
+    return [*filter(None, found)]
+
+
+def _typical(problem: Problem, itemsize: int) -> Iterator[Problem]:
+    """The layer at sizes that its tiles are chosen for: small images are as they are, of others rows that are lines."""
+    (height, width), row = problem.input_size, input_width(problem, itemsize)
+    flat = bool(_lines_of(problem, itemsize, flat=True))
+    if problem.in_pixels < _SMALL_PIXELS and (height > 1 or flat):
+        yield replace(problem, batch=power_of_two_within(problem.batch, problem.batch))
+        return
+    if (planes := _planes(problem, itemsize)) is None:
+        return
+    usual = (_FEW, _MANY, _MOST) if problem.batch * problem.in_pixels > _MOST_PIXELS else (_FEW, _MANY)
+    for batch, (rows, columns) in usual:
+        pixels = batch * rows * columns
+        rows, columns = height if height < _LOW else rows, row if flat else columns
+        if height == 1 and not flat:
+            columns = pixels // _LOW
+        batch = max(1, pixels // (rows * columns))
+        # The first sizes from there on whose rows of outputs are as long as these, or as short.
+        heights = [rows] if height < _LOW else range(rows, rows + 4)
+        for size in itertools.product(heights, [width] if flat else range(columns, columns + 16)):
+            typical = replace(problem, batch=batch, input_size=size)
+            if (own := _planes(typical, itemsize)) is not None and (own > 0) == (planes > 0):
+                yield typical
+                break
 
 
 def macros_of(tile: Tile, dtype: torch.dtype) -> Macros:
@@ -386,7 +471,7 @@ def macros_of(tile: Tile, dtype: torch.dtype) -> Macros:
         "CO": co,
         "PIXELS": tile.pixels,
         "ROWS": tile.lines,
-        **named_macros(tile, "split tile_w segment vector ci_tile sides_co sides_h sides_w taps_w row_pitch stages"),
+        **named_macros(tile, "split tile_w segment vector ci_tile sides_co sides_h sides_w taps row_pitch stages"),
         "SLOTS": len(tile.slots),
         "SLOT_ROWS": table([row for row, _ in tile.slots]),
         "SLOT_COLUMNS": table([column for _, column in tile.slots]),
