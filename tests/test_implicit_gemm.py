@@ -49,7 +49,7 @@ def random_problem(random):
 
 
 def boxed_problem(random):
-    """A Problem whose inputs may come as boxes of a tensor map."""
+    """A Problem whose inputs may come, or land, as boxes of a tensor map."""
     groups, stride = random.choice((1, 1, 2)), (random.randint(1, 3), random.randint(1, 4))
     beyond = random.choice((0, 1, 1))
     return Problem(
@@ -68,7 +68,7 @@ def boxed_problem(random):
 
 
 def wide_problem(random):
-    """A Problem whose inputs may land, often in strips, and whose outputs may be whole lines."""
+    """A Problem whose inputs may land piece by piece, often in strips, and whose outputs may be whole lines."""
     across = random.choice((1, 2, 4, 8))
     return replace(
         random_problem(random),
@@ -84,15 +84,16 @@ def wide_problem(random):
 # Makers of problems, and what plans are looked for.
 KINDS = (
     (random_problem, lambda plan: True),
-    (boxed_problem, lambda plan: plan.way == "lines"),
-    (wide_problem, lambda plan: plan.lined or plan.landing),
+    (boxed_problem, lambda plan: plan.way == "lines" or plan.landing_box),
+    (wide_problem, lambda plan: plan.lined or (plan.landing and not plan.landing_box)),
 )
 
 
 def way_of(plan):
     """How a plan's inputs come, and how its outputs go."""
-    rows = plan.line_box[0] if plan.way == "lines" else 0
-    return plan.way, min(rows, 2), plan.whole_images, plan.lined, plan.staged
+    images = plan.way == "lines" and plan.line_box[0] > 1
+    boxes = (plan.way == "lines" or plan.landing_box) and plan.box_size[0]
+    return plan.way, images, min(boxes, 2), plan.whole_images, plan.lined, plan.staged
 
 
 @functools.cache
@@ -114,11 +115,15 @@ def random_plan(most_outputs, seed):
 
 def test_random_plans_are_of_every_kind():
     found = [random_plan(30_000, seed) for seed in range(EXAMPLES)]
-    assert {way_of(plan)[:2] for plan in found} == {("loaded", 0), ("landing", 0), ("lines", 1), ("lines", 2)}
+    assert {way_of(plan)[:3] for plan in found} >= {
+        *(("loaded", False, 0), ("landing", False, 0), ("landing", False, 1)),
+        *(("lines", images, rows) for images in (False, True) for rows in (1, 2)),
+    }
     for way in ("landing", "lines"):
         own = [plan for plan in found if plan.way == way]
         for kind in (lambda plan: plan.strips > 1, lambda plan: plan.whole_images, lambda plan: plan.unit > (1, 1)):
             assert {kind(plan) for plan in own} == {True, False}, way
+    assert {plan.partial_pieces for plan in found if plan.landing} == {True, False}
     assert {plan.problem.groups > 1 for plan in found} == {plan.lined for plan in found} == {True, False}
 
 
@@ -144,8 +149,9 @@ def test_strips_have_all_cells_and_none_is_empty(plan):
 @each_plan
 def test_boxes_have_channels_of_one_group(plan):
     """Infinite inputs of another group would become NaN under weights of zero."""
-    if plan.problem.groups > 1 and plan.way == "lines":
-        assert plan.in_channels % implicit_gemm.input_map(plan).box[0] == 0
+    if plan.problem.groups > 1 and (plan.way == "lines" or plan.landing_box):
+        box = implicit_gemm.input_map(plan).box
+        assert plan.in_channels % (box[0] if plan.way == "lines" else box[2]) == 0
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])

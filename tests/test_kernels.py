@@ -115,7 +115,8 @@ FUSED_PATHS = {
     "rows_of_a_cell": "blocks > 2",
     "lines": 'way == "lines"',
     "half_lines": 'way == "lines" and units == 4',
-    "lines_of_rows": 'way == "lines" and line_box[0] > 1',
+    "lines_of_images": 'way == "lines" and line_box[0] > 1',
+    "lines_of_rows": 'way == "lines" and line_box[1] > 1',
     "lines_of_strips": 'way == "lines" and strips > 1',
     "lines_of_parts": 'way == "lines" and whole_images and (not flat)',
     "lined": "lined and blocks == 1",
@@ -133,6 +134,11 @@ FUSED_PATHS = {
     "landing_by_turns": 'way == "landing" and turns',
     "landing": "landing",
     "landing_whole_images": "landing and whole_images",
+    "landing_box": "landing_box and box_size[0] == 1",
+    "landing_rows": "landing_box and box_size[0] > 1",
+    "landing_rows_of_strips": "landing_box and strips > 1",
+    "landing_whole_images_in_pieces": "landing and whole_images and (not landing_box)",
+    "landing_partial_pieces": "landing and partial_pieces",
     "landing_strips": "landing and strips > 1",
     "landing_cells_of_several_inputs": "landing and unit > (1, 1)",
     "landing_in_parts_of_a_chunk": "landing and landing_units < units",
@@ -403,13 +409,21 @@ FUSED_RUNS += [
             ("rows_of_a_cell", "contiguous", Case(2, 9, 70, (3, 16), (1, 8), (1, 4), (0, 2))),
             ("landing", "contiguous", TILED_CASES[3]),
             ("landing_whole_images", "contiguous", Case(3, 20, 40, (6, 12), (2, 2), (2, 2))),
-            ("landing_strips", "contiguous", Case(1, 20, 70, (31, 72), (2, 5), (1, 1))),
+            ("landing_partial_pieces", "contiguous", Case(3, 20, 40, (8, 6), (4, 4), (2, 2), (1, 1))),
             ("landing_strips", "contiguous", Case(2, 20, 24, (4, 200), (3, 3), (1, 1), (1, 1))),
             ("landing_in_parts_of_a_chunk", "contiguous", TILED_CASES[3]),
             ("landing_beside_most_sums", "contiguous", Case(2, 20, 40, (16, 16), (2, 2), (2, 2))),
             ("landing_cells_of_several_inputs", "contiguous", Case(2, 40, 8, (6, 24), (3, 3), (1, 1), (1, 1))),
-            ("landing_whole_images", "contiguous", Case(3, 64, 48, (8, 16), (1, 3), (1, 3), groups=2)),
-            ("landing_whole_images", "contiguous", Case(3, 20, 40, (6, 12), (3, 2), (1, 2), (1, 0))),
+            ("landing_box", "contiguous", Case(3, 20, 40, (8, 16), (2, 2), (2, 2))),
+            ("landing_box", "contiguous", Case(5, 36, 40, (4, 16), (2, 2), (2, 2))),
+            ("landing_box", "contiguous", Case(3, 64, 48, (8, 16), (1, 3), (1, 3), groups=2)),
+            ("landing_whole_images_in_pieces", "contiguous", Case(3, 20, 40, (6, 12), (3, 2), (1, 2), (1, 0))),
+            ("landing_rows", "contiguous", Case(3, 20, 40, (31, 12), (3, 4), (1, 2), (1, 1))),
+            ("landing_rows", "contiguous", Case(2, 40, 24, (30, 8), (4, 2), (2, 1), (1, 0))),
+            ("landing_rows", "contiguous", Case(2, 64, 24, (31, 16), (2, 3), (1, 1), groups=2)),
+            ("landing_rows_of_strips", "contiguous", Case(2, 20, 24, (7, 200), (3, 3), (1, 1), (1, 1))),
+            ("landing_rows_of_strips", "contiguous", Case(1, 36, 40, (30, 72), (3, 7), (1, 2), (1, 2))),
+            ("landing_rows_of_strips", "contiguous", Case(1, 20, 70, (31, 72), (2, 5), (1, 1))),
         ]
     )
 ]
@@ -430,6 +444,7 @@ FUSED_RUNS += [
             ("lined_channels_shared", "contiguous", Case(2, 20, 40, (5, 9), (3, 8), (1, 8), (1, 4))),
             ("lines", "channels_last", Case(3, 40, 40, (5, 9), (3, 4), (1, 2), (1, 1))),
             ("lines", "channels_last", Case(2, 128, 140, (6, 7), (2, 3), (1, 1), groups=2)),
+            ("lines_of_images", "channels_last", Case(7, 72, 40, (3, 4), (4, 4), (2, 2), (1, 1))),
             ("lines_of_rows", "channels_last", Case(2, 136, 24, (15, 8), (3, 5), (2, 1), (0, 2))),
             ("lines_of_strips", "channels_last", Case(2, 72, 24, (6, 150), (3, 3), (1, 1), (1, 1))),
             ("lines_of_strips", "channels_last", Case(1, 24, 70, (5, 136), (2, 7), (1, 2), (1, 2))),
@@ -444,7 +459,7 @@ FUSED_RUNS += [
             ("lines_of_odd_rows", "channels_last", Case(3, 64, 35, (4, 7), (2, 2), (1, 2))),
             ("lines_of_parts", "channels_last", Case(2, 40, 40, (9, 16), (3, 2), (1, 2))),
             ("half_lines", "channels_last", Case(3, 24, 40, (5, 9), (3, 3), (1, 1), (1, 1))),
-            ("half_lines", "channels_last", Case(5, 64, 24, (2, 40), (1, 8), (1, 4), (0, 2), groups=2)),
+            ("half_lines", "channels_last", Case(5, 64, 24, (1, 40), (1, 8), (1, 4), (0, 2), groups=2)),
             ("lines_shared", "channels_last", Case(3, 72, 40, (6, 12), (2, 4), (2, 2), (0, 1))),
         ]
     )
@@ -468,13 +483,14 @@ def run_of_many_items(case, suits, columns=32, layout="contiguous"):
 # Weights come again and again; inputs land.
 FUSED = run_of_many_items(Case(2, 224, 24, (5, 9), (3, 3), (1, 1), (1, 1)), lambda plan: not plan.resident)
 FUSED_LANDED = run_of_many_items(Case(2, 224, 24, (5, 16), (3, 3), (1, 1), (1, 1)), lambda plan: plan.landing)
+FUSED_LANDED_BOX = run_of_many_items(Case(3, 224, 24, (8, 8), (2, 2), (2, 2)), lambda plan: plan.landing_box)
 FUSED_PIXELS = Run(
     "fused", Case(2, 20, 48, (5, 9), (3, 4), (2, 2), (1, 1)), torch.float16, "channels_last", choice="staged_pixels"
 )
 FUSED_LINED = Run("fused", Case(3, 20, 30, (1, 9), (1, 16), (1, 8)), torch.float16, choice="lined")
 FUSED_LINES = run_of_many_items(
     Case(5, 224, 24, (5, 9), (3, 3), (1, 1), (1, 1)),
-    lambda plan: plan.way == "lines",
+    lambda plan: plan.way == "lines" and plan.line_box[0] > 1,
     layout="channels_last",
 )
 FUSED_TURNS = Run(
@@ -489,6 +505,7 @@ FUSED_SPLIT = Run("fused", MANY_CHANNELS, torch.float32, multiprocessors=0)
 FUSED_RUNS += [
     FUSED,
     FUSED_LANDED,
+    FUSED_LANDED_BOX,
     FUSED_LINES,
     FUSED_STRIPS,
     FUSED_TURNS,
@@ -1540,10 +1557,11 @@ EDITS = {
     },
     "load/tma_nhwc.cuh": {
         "fused_lines_into_what_is_read": (FUSED_LINES, r"barrier_wait\(s\.patch_empty[^;]*;", "", OVERWRITTEN),
-        "fused_lines_of_other_images": (FUSED_LINES, r"p\.by_strip_boxes\) - 1", "p.by_strip_boxes)"),
+        "fused_lines_of_other_images": (FUSED_LINES, r"\(box - 1\) \* p\.box_images", "box * p.box_images"),
     },
     "load/landing.cuh": {
         "fused_landing_not_waited_for": (FUSED_LANDED, r"cp_async_wait<[^;]*;", ";"),
+        "fused_landing_box_not_waited_for": (FUSED_LANDED_BOX, r"barrier_wait\(s\.landed_full[^;]*;", ";", UNREAD),
         "fused_landing_waited_for_too_little":
             (FUSED_LANDED, r"cp_async_wait<LANDING_STAGES - 2>", "cp_async_wait<LANDING_STAGES - 1>"),
         "fused_landing_of_others_not_waited_for":

@@ -8,12 +8,18 @@
  *
  *   landing [LANDING_STAGES][LANDING_UNITS units of channels][UNIT_H][run_pieces] of 16 bytes
  *
+ * Where each patch has parts of one strip alone, a landing is a box of a tensor map (LANDING_BOX), which one thread begins to
+ * copy: rows of the strip, zeros where there is no image or, where positions are those of images alone, a stretch of an image:
+ *
+ *   landing [LANDING_STAGES][LANDING_UNITS units of channels][box_rows][box_width] values
+ *
  * What is left of the image may be read from a piece before a run's first input: nobody uses it. Zeros land for the rest of
- * a run that is right of the image. Rows are whole pieces, or nothing lies between them.
+ * a run that is right of the image, and of a piece, where not all rows are whole pieces (PARTIAL_PIECES).
  */
 #pragma once
 
 #include "ptx/cp_async.cuh"
+#include "ptx/elect.cuh"
 #include "load/patch_elements.cuh"
 #include "ptx/keep.cuh"
 #include "ptx/named_barrier.cuh"
@@ -54,7 +60,9 @@ __device__ __forceinline__ landed_t landed(const implicit_gemm_params& p, const 
     return {max(before, 0) * UNIT_W / kPiece + 2 * i, origin + max(-before, 0) * UNIT_W & -kPiece};
 }
 
-/* Where a piece of a patch comes from, in the first channel of the input; -1 for zeros. */
+/* Where a piece of a patch comes from: the place of the group's first channel in the input, plus one less than the elements
+ * to copy; -1 for zeros.
+ */
 __device__ __forceinline__ index_t place_of(const implicit_gemm_params& p, const start_t& start, int piece) {
     const int row = divided_small(piece, p.by_run_pieces), own = piece - row * p.run_pieces;
     const int i = divided((own + 1) * kPiece + start.skipped * UNIT_W - 1, p.by_run_span);
@@ -63,9 +71,23 @@ __device__ __forceinline__ index_t place_of(const implicit_gemm_params& p, const
     const int pixel = at.pixel + (own - at.piece) * kPiece;
     const int wanted = min(p.run_pitch, start.skipped + p.patch - i * p.run_pitch) * UNIT_W;  // pixels of the run
     const int last = min(run.end, run.origin + wanted);
-    if (run.image < 0 || pixel >= last || pixel + kPiece <= run.begin) return -1;
+    const int count = min(kPiece, PARTIAL_PIECES || pixel >= last ? last - pixel : kPiece);
+    if (run.image < 0 || count <= 0 || pixel + kPiece <= run.begin) return -1;
     const index_t pixels = static_cast<index_t>(p.h_in) * p.w_in;
-    return run.image * (p.groups * IN_CHANNELS * pixels) + pixel;
+    return run.image * (p.groups * IN_CHANNELS * pixels) + pixel + count - 1;
+}
+
+/* Where the box of a patch begins; after how many positions of its first row the patch does, and after how many columns of
+ * each row its strip.
+ */
+struct box_t { int image, row, column, skipped, skew; };
+__device__ __forceinline__ box_t box_of(const implicit_gemm_params& p, int tile) {
+    const int strip = divided(tile, p.by_strip_tiles), position = (tile - strip * p.strip_tiles) * kTile + p.first;
+    const int image = divided(strip, p.by_strips), across = strip - image * p.strips;
+    if (p.box_rows == 1) return {image, 0, position, 0, 0};
+    const int row = divided(position + p.rows_above * p.pitch, p.by_pitch) - p.rows_above;
+    const int column = across * p.strip_cells + p.origin_w, aligned = column & -kPiece;
+    return {image, row + p.origin_h, aligned, position - row * p.pitch, column - aligned};
 }
 
 /* Where a spot lands, in bytes. */
@@ -76,6 +98,13 @@ __device__ __forceinline__ int landed_spot(const implicit_gemm_params& p, const 
     const landed_t at = landed(p, start, i, run.origin);
     const int pixel = run.origin + column * UNIT_W + spot.plane % UNIT_W;
     return ((row * p.run_pieces + at.piece) * kPiece + pixel - at.pixel) * static_cast<int>(sizeof(ELEMENT_T));
+}
+
+/* Offset in bytes of a spot's first input in a landed box. */
+__device__ __forceinline__ int landed_spot(const implicit_gemm_params& p, const box_t& box, spot_t spot) {
+    if (p.box_rows == 1) return spot.position * static_cast<int>(sizeof(ELEMENT_T));
+    const int position = box.skipped + spot.position, row = divided(position, p.by_pitch);
+    return (row * (p.box_width - p.pitch) + position + box.skew) * static_cast<int>(sizeof(ELEMENT_T));
 }
 
 /* A loader's way through the landings of item after item. */
@@ -97,7 +126,7 @@ struct way_t {
 constexpr int kSharers = SHARERS;
 struct own_piece_t {
     const char* source;  // of the next landing's first channel that is the loader's
-    bool inside;
+    int bytes;
     int pieces, sharer, piece;  // of a channel; which of those who share, and its piece
 
     __device__ __forceinline__ own_piece_t(const implicit_gemm_params& p, int thread)
@@ -105,9 +134,9 @@ struct own_piece_t {
     __device__ __forceinline__ bool idle() const { return sharer >= kSharers; }
     __device__ __forceinline__ void place(const implicit_gemm_params& p, const item_t& item) {
         const start_t start = start_of(p, item.tile);
-        const index_t place = idle() ? -1 : place_of(p, start, piece);
-        inside = place >= 0;
-        source = at(reinterpret_cast<const char*>(p.input + (inside ? place : 0)), p, item.group * IN_CHANNELS + sharer);
+        const index_t place = idle() ? -1 : place_of(p, start, piece), first = place < 0 ? 0 : place & -kPiece;
+        source = at(reinterpret_cast<const char*>(p.input + first), p, item.group * IN_CHANNELS + sharer);
+        bytes = place < 0 ? 0 : (static_cast<int>(place & kPiece - 1) + 1) * static_cast<int>(sizeof(ELEMENT_T));
     }
     /* Begins to copy a landing, whose channels begin with `channel`, and goes on to the next one. */
     __device__ __forceinline__ void copy(const implicit_gemm_params& p, unit_t* target, int channel) {
@@ -121,7 +150,9 @@ struct own_piece_t {
             if (c + kSharers > kLandingChannels && c + sharer >= kLandingChannels) continue;
             const bool there = kAllChannels || channel + c + sharer < IN_CHANNELS;
             const char* begin = kAllChannels || there ? at(from, p, c) : reinterpret_cast<const char*>(p.input);
-            copy_piece_async(to + c * pieces, begin, there && inside);
+            const int count = there ? bytes : 0;
+            if (PARTIAL_PIECES) copy_some_async(to + c * pieces, begin, count);
+            else copy_piece_async(to + c * pieces, begin, count);
         }
     }
     /* Address of a pixel that lies `channels` channels after this one. */
@@ -129,6 +160,16 @@ struct own_piece_t {
         return pixel + static_cast<long long>(p.h_in * p.w_in) * (channels * static_cast<int>(sizeof(ELEMENT_T)));
     }
 };
+
+/* Begins to copy the box of a landing whose channels begin with `first`. */
+__device__ __forceinline__ void copy_landing(
+    const implicit_gemm_params& p, const item_t& item, unit_t* target, int first, barrier_t& landed) {
+#if LANDING_BOX
+    barrier_arrive_expecting(landed, landing_units(p) * 16);
+    const box_t box = box_of(p, item.tile);
+    tma_load(target, p.map, box.column, box.row, item.group * IN_CHANNELS + first, box.image, landed);
+#endif
+}
 
 /* Spots that a loader makes units of: where they land, in bytes, and where they are laid out, in units. */
 constexpr int kTurns = LANDED_TURNS;  // at least those that there are
@@ -140,7 +181,7 @@ struct own_spots_t {
     int shares, channel_bytes;
 
     __device__ __forceinline__ explicit own_spots_t(const implicit_gemm_params& p)
-        : shares(spots_of(p) * LANDING_UNITS), channel_bytes(UNIT_H * p.run_pieces * 16) {}
+        : shares(spots_of(p) * LANDING_UNITS), channel_bytes(p.landed_channel) {}
     /* `landed`: where all spots land. */
     __device__ __forceinline__ void place(const implicit_gemm_params& p, const int* landed, int thread) {
         #pragma unroll
@@ -187,15 +228,18 @@ __device__ __forceinline__ void produce_patches(const implicit_gemm_params& p, c
     own_piece_t piece(p, thread);
     own_spots_t spots(p);
     const auto place = [&] {
-        if (!begun.ended(p) && begun.landing == 0) piece.place(p, begun.item);
+        if (!LANDING_BOX && !begun.ended(p) && begun.landing == 0) piece.place(p, begun.item);
     };
     const auto begin = [&] {
         if (!begun.ended(p)) {
-            piece.copy(p, s.landing + to.stage * landing_units(p), begun.landing * kLandingChannels);
+            unit_t* target = s.landing + to.stage * landing_units(p);
+            const int first = begun.landing * kLandingChannels;
+            if (!LANDING_BOX) piece.copy(p, target, first);
+            else if (thread < 32 && elected()) copy_landing(p, begun.item, target, first, s.landed_full[to.stage]);
             begun.advance(p);
             to.advance(LANDING_STAGES);
         }
-        cp_async_commit();
+        if (!LANDING_BOX) cp_async_commit();
     };
     #pragma unroll 1
     for (int i = 1; i < LANDING_STAGES; ++i) {
@@ -206,13 +250,17 @@ __device__ __forceinline__ void produce_patches(const implicit_gemm_params& p, c
     for (; !read.ended(p); read.advance(p)) {
         int* landed = s.landed + tables.stage * spots_of_patch;
         if (read.landing == 0) {
-            const start_t start = start_of(p, read.item.tile);
-            #pragma unroll 1
-            for (int i = thread; i < spots_of_patch; i += PRODUCERS) landed[i] = landed_spot(p, start, spot_at(p, i));
+            const auto land = [&](const auto& start) {
+                #pragma unroll 1
+                for (int i = thread; i < spots_of_patch; i += PRODUCERS) landed[i] = landed_spot(p, start, spot_at(p, i));
+            };
+            if (LANDING_BOX) land(box_of(p, read.item.tile));
+            else land(start_of(p, read.item.tile));
             tables.advance(2);
         }
         place();
-        cp_async_wait<LANDING_STAGES - 2>();
+        if (LANDING_BOX) barrier_wait(s.landed_full[from.stage], from.parity);
+        else cp_async_wait<LANDING_STAGES - 2>();
         named_barrier_sync<kLoadersMeet, PRODUCERS>();
         if (read.landing == 0) spots.place(p, landed, thread);
         const unit_t* landing = s.landing + from.stage * landing_units(p);

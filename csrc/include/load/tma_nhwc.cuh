@@ -4,10 +4,10 @@
  * The right side is K-major as elsewhere, but a position is a line of all UNITS (see ptx/wgmma.cuh), so that any place of an input
  * relative to its cell is a whole line:
  *
- *   patch [planes][boxes][box_rows][box_width positions] of UNITS * 16 bytes, swizzled
+ *   patch [planes][boxes][box_images][box_rows][box_width positions] of UNITS * 16 bytes, swizzled
  *
- * A box has rows of one strip; a part of an image where nothing lies between rows (whole_images), of all images one after
- * the other where nothing is shifted either (flat). It reaches beyond the image
+ * A box has rows of one strip or, where images are small, all rows of several; a part of an image where nothing lies between
+ * rows (whole_images), of all images one after the other where nothing is shifted either (flat). It reaches beyond the image
  * as positions do, and is zero there, so that boxes one after the other are positions one after the other. Boxes begin at
  * multiples of box_positions, and a patch somewhere in its first box. Channels beyond the last are zeros. A warp copies, each
  * lane a box of its own; it is the last of the loaders where the others round.
@@ -22,6 +22,7 @@ struct corner_t { int column, row, image; };
 __device__ __forceinline__ corner_t corner_of(const implicit_gemm_params& p, int plane, int box) {
     const int row = p.origin_h * UNIT_H + plane / UNIT_W, column = p.origin_w * UNIT_W + plane % UNIT_W;
     if (p.flat) return {box * p.box_width, 0, 0};
+    if (p.box_images > 1) return {column, row, (box - 1) * p.box_images};
     const int strip = divided(box, p.by_strip_boxes) - 1, own = box - (strip + 1) * p.strip_boxes;
     const int image = strip < 0 ? -1 : divided(strip, p.by_strips), across = strip - image * p.strips;
     if (p.whole_images) return {own * p.box_width, 0, image};

@@ -18,15 +18,15 @@
 #define PAIR_ROWS 2
 
 struct implicit_gemm_params {
-#if BOXED
-    tensor_map_t map;  // of the input: see load/tma_nhwc.cuh
+#if BOXED || LANDING_BOX
+    tensor_map_t map;  // of the input: see load/tma_nhwc.cuh, load/landing.cuh
 #endif
     const ELEMENT_T* __restrict__ input;
     const unit_t* __restrict__ packed;
     const ELEMENT_T* __restrict__ bias;  // or null
     ELEMENT_T* __restrict__ output;
     // Reciprocals, for numeric/divide.cuh.
-    unsigned long long by_strips, by_strip_rows, by_image_positions, by_bottom, by_sets, by_pitch;
+    unsigned long long by_strips, by_strip_rows, by_strip_tiles, by_image_positions, by_bottom, by_sets, by_pitch;
     int batch, groups;
     int h_in, w_in, h_out, w_out;
     int strips, strip_rows, strip_cells;  // of an image; rows and cells across, of a strip
@@ -46,14 +46,17 @@ struct implicit_gemm_params {
     // See load/landing.cuh.
     unsigned long long by_run_pitch, by_run_span;
     unsigned by_run_pieces, by_pieces, by_spots, by_plane_spots;
-    int run_pitch, run_pieces;
+    int run_pitch, run_pieces, landed_channel, rows_above;
 #elif !BOXED
     unsigned by_spots, by_plane_spots;
     int batches, together;  // see load/registers.cuh
-#else
-    int box_rows, box_width;  // see load/tma_nhwc.cuh
-    int boxes;                // of a plane of a patch
-    int flat;
+#endif
+#if BOXED || LANDING_UNITS > 0
+    int box_images, box_rows, box_width;  // of lines, and where boxes land
+    int boxes;                            // of a plane of a patch
+    int flat;                             // see load/tma_nhwc.cuh
+#endif
+#if BOXED
     unsigned long long by_boxes, by_positions, by_strip_boxes;
     int strip_boxes;
 #endif
@@ -106,19 +109,21 @@ constexpr int kLandingChannels = LANDING_UNITS * kElements;
 __device__ __forceinline__ int spots_of(const implicit_gemm_params& p) { return p.patch * kPlanes / WIDE; }
 
 // Shared memory: patches [patch_stages][kParts][UNITS][unit_pitch] (BOXED: see load/tma_nhwc.cuh), weights
-// [weight_stages][kParts][UNITS][kRows], landing [LANDING_STAGES][kLandingChannels][UNIT_H][run_pieces], outputs
+// [weight_stages][kParts][UNITS][kRows], landing [LANDING_STAGES][kLandingChannels] of landed_channel bytes, outputs
 // [8 warps][kWarpOutputs], barriers, places [2][spots] (none if BOXED), in the landing where inputs land.
 constexpr int kWeightUnits = kParts * UNITS * kRows;
 __device__ __forceinline__ int patch_units(const implicit_gemm_params& p) { return kParts * UNITS * p.unit_pitch; }
 __device__ __forceinline__ int landing_units(const implicit_gemm_params& p) {
 #if LANDING_UNITS > 0
-    return kLandingChannels * UNIT_H * p.run_pieces;
+    return LANDING_UNITS * kElements * p.landed_channel / 16;
 #else
     return 0;
 #endif
 }
-/* Stages that barriers tell of before they are rounded. */
-__device__ __forceinline__ int landed_stages(const implicit_gemm_params& p) { return kRounded ? p.patch_stages : 0; }
+/* Stages that barriers tell of when they have landed. */
+__device__ __forceinline__ int landed_stages(const implicit_gemm_params& p) {
+    return LANDING_BOX ? LANDING_STAGES : kRounded ? p.patch_stages : 0;
+}
 // Neighbouring outputs of a thread, of a cell; see epilogue/store_phases.cuh.
 constexpr int kInner = PAIRING == PAIR_BLOCKS ? BLOCKS : PAIRING == PAIR_ROWS ? 2 : 1, kOuter = BLOCKS * 2 / kInner;
 // Lines that a warp turns round, kOuter * 8 of them: cells, and outputs from one to the next, so that banks differ.
@@ -146,8 +151,10 @@ struct stages_t {
 };
 
 __device__ __forceinline__ stages_t stages(const implicit_gemm_params& p) {
+    const int before_landing = p.patch_stages * patch_units(p) + p.weight_stages * kWeightUnits;
     unit_t *patches = reinterpret_cast<unit_t*>(shared), *weights = patches + p.patch_stages * patch_units(p);
-    unit_t* landing = weights + p.weight_stages * kWeightUnits;
+    // Boxes land at multiples of 128 bytes.
+    unit_t* landing = patches + (LANDING_BOX ? (before_landing + 7) / 8 * 8 : before_landing);
     ELEMENT_T* outputs = reinterpret_cast<ELEMENT_T*>(landing + LANDING_STAGES * landing_units(p));
     barrier_t* full = reinterpret_cast<barrier_t*>(outputs + 8 * kWarpOutputs);
     barrier_t* weight_full = full + 2 * p.patch_stages;
@@ -194,12 +201,14 @@ __device__ __forceinline__ int first_channel_of(int set, int side) {
     return (set % CHANNEL_SETS * kChannelSides + (PHASE_SIDES == 2 ? 0 : side)) * CHANNELS;
 }
 
-/* Where a tile's patch begins: its first position, from one strip before the first where it can begin before the first. */
+/* Where a tile's patch begins: its first position, from one strip or, where boxes have several images, one box before the
+ * first; where it can begin before the first.
+ */
 #if BOXED
 __device__ __forceinline__ int first_position_of(const implicit_gemm_params& p, int tile) {
-    return tile * kTile + p.first + (p.flat ? 0 : p.strip_rows * p.pitch);
+    return tile * kTile + p.first + (p.flat ? 0 : p.box_images * p.strip_rows * p.pitch);
 }
-__device__ __forceinline__ int box_positions(const implicit_gemm_params& p) { return p.box_rows * p.box_width; }
+__device__ __forceinline__ int box_positions(const implicit_gemm_params& p) { return p.box_images * p.box_rows * p.box_width; }
 #endif
 
 /* The right sides of the first stage, from a place of the patch of a tile on. */

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from itertools import accumulate, chain
+from typing import Any
 
 import torch
 
@@ -46,8 +47,8 @@ def macros_of(plan: Plan, dtype: torch.dtype) -> Macros:
         **named_macros(plan, "pairing staged line_cells vector vector_loads wide"),
         "PAIRED_CELLS": int(plan.staged or plan.pitch % 2 == 0),
         "BOXED": int(plan.way == "lines"),
-        **named_macros(plan, "landing_units landing_stages"),
-        **named_macros(plan.compiled or plan, "sharers landed_turns"),
+        **named_macros(plan, "landing_box landing_units landing_stages"),
+        **named_macros(plan.compiled or plan, "partial_pieces sharers landed_turns"),
         "PRODUCERS": plan.loaders,
         "LOADED_TOGETHER": plan.together,
         **index_macros(plan.problem.batch * plan.problem.image_elements),
@@ -75,19 +76,27 @@ def _common_macros(plan: Plan) -> Macros:
 
 
 def input_map(plan: Plan) -> TensorMapSpec:
-    """The tensor map of inputs that come as lines.
+    """The tensor map of the input.
 
-    The input is [channels][columns][rows][images], all of an image in one row where nothing lies between rows, or of
-    all images. A box has lines of one plane.
+    The input is [channels][columns][rows][images] where products read lines, all of an image in one row where nothing
+    lies between rows, or of all images. A box has lines of one plane. The input is [columns][rows][channels][images]
+    where it lands, all of an image in one row where it lands as stretches.
     """
     p, itemsize, pixels = plan.problem, plan.itemsize, math.prod(plan.input_size)
     channels = plan.in_channels * p.groups
-    rows, columns = plan.line_box
-    width, steps = pixels if plan.whole_images else plan.input_size[1], (1, plan.unit[1], plan.unit[0], 1)
-    sizes = (channels, p.batch * pixels, 1, 1) if plan.flat else (channels, width, pixels // width, p.batch)
-    strides = channels * itemsize, width * channels * itemsize, pixels * channels * itemsize
-    box = plan.units * plan.element_units, columns, rows, 1
-    return TensorMapSpec("input", itemsize, sizes, strides, box, steps)
+    if plan.way == "lines":
+        images, rows, columns = plan.line_box
+        width, steps = pixels if plan.whole_images else plan.input_size[1], (1, plan.unit[1], plan.unit[0], 1)
+        sizes = (channels, p.batch * pixels, 1, 1) if plan.flat else (channels, width, pixels // width, p.batch)
+        strides = channels * itemsize, width * channels * itemsize, pixels * channels * itemsize
+        box = plan.units * plan.element_units, columns, rows, images
+        return TensorMapSpec("input", itemsize, sizes, strides, box, steps)
+    rows, width = plan.box_size
+    columns = pixels if rows == 1 else plan.input_size[1]
+    sizes = columns, pixels // columns, channels, p.batch
+    strides = columns * itemsize, pixels * itemsize, channels * pixels * itemsize
+    box = width, rows, plan.landing_units * plan.element_units, 1
+    return TensorMapSpec("input", itemsize, sizes, strides, box, swizzled=False)
 
 
 def _loader_params(plan: Plan) -> Params:
@@ -96,21 +105,27 @@ def _loader_params(plan: Plan) -> Params:
     spots = {"by_spots, by_plane_spots": (small_reciprocal(plan.spots), small_reciprocal(plane_spots))}
     if plan.way == "loaded":
         return {**spots, "batches, together": (plan.batches, -(-plan.loads // plan.batches))}
+    lines, params = plan.way == "lines", dict[str, Any]()
     if plan.landing:
         runs, rows = plan.run_pitch * plan.unit[1] + 2 * plan.element_units, plan.pieces // plan.unit[0]
-        return {
+        params |= {
             "by_run_pitch, by_run_span": (reciprocal(plan.run_pitch), reciprocal(runs)),
             "by_run_pieces, by_pieces": (small_reciprocal(rows), small_reciprocal(plan.pieces)),
             **spots,
             "run_pitch, run_pieces": (plan.run_pitch, rows),
+            "landed_channel, rows_above": (plan.landed_channel_bytes, -(-max(0, -plan.first) // plan.pitch)),
         }
-    strip_boxes = plan.strip_positions // plan.box_positions
-    return {
-        "box_rows, box_width": plan.line_box,
-        "boxes, flat": (plan.boxes, int(plan.flat)),
-        "by_boxes, by_positions": (reciprocal(plan.boxes), reciprocal(plan.box_positions)),
-        "by_strip_boxes, strip_boxes": (reciprocal(max(1, strip_boxes)), strip_boxes),
+    params |= {
+        "box_images, box_rows, box_width": (plan.line_box[0] if lines else 0, *plan.box_size),
+        "boxes, flat": (plan.boxes, int(lines and plan.flat)),
     }
+    if lines:
+        strip_boxes = plan.strip_positions // plan.box_positions
+        params |= {
+            "by_boxes, by_positions": (reciprocal(plan.boxes), reciprocal(plan.box_positions)),
+            "by_strip_boxes, strip_boxes": (reciprocal(max(1, strip_boxes)), strip_boxes),
+        }
+    return params
 
 
 def _smallest(config: Config, direction: Pass) -> Plan:
@@ -162,11 +177,11 @@ class ImplicitGemm(Sm90Kernel):
         p, block = config.problem, (tile.loaders + _OTHER_THREADS, 1, 1)
         offsets = tuple(tile.offset(shift) for steps in tile.steps for shift in steps)
         params: Params = {
-            **({"map": input_map(tile)} if tile.way == "lines" else {}),
+            **({"map": input_map(tile)} if tile.way == "lines" or tile.landing_box else {}),
             "input, packed": ("input", "packed"),
             "bias, output": ("bias" if tile.direction == "forward" else None, "output"),
             "by_strips, by_strip_rows": (reciprocal(tile.strips), reciprocal(tile.strip_rows)),
-            "by_image_positions": reciprocal(tile.image_positions),
+            "by_strip_tiles, by_image_positions": (reciprocal(tile.strip_tiles), reciprocal(tile.image_positions)),
             "by_bottom, by_sets, by_pitch": (reciprocal(tile.bottom), reciprocal(tile.sets), reciprocal(tile.pitch)),
             "batch, groups": (p.batch, p.groups),
             "h_in, w_in, h_out, w_out": (*tile.input_size, *tile.output_size),

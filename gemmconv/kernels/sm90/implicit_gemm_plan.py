@@ -43,7 +43,7 @@ _MANY_STEPS = 8
 _BOX_ALIGNMENT, _LONGEST_BOX = 128, 256  # bytes, and elements of a line
 _MOST_BOXES, _LONGEST_STEP = 32, 8  # of lines, of a patch: a lane has one; from one line of a box to the next
 _NARROW = 30  # cells of a strip, which are then not always whole vectors of outputs
-_SPARE_ROWS = 3  # of a strip, at most, beside those that it needs
+_MOST_ROWS, _SPARE_ROWS = 1.06, 3  # of a strip, for each that it needs, and beside them
 FEW_LOADERS, MANY_LOADERS = 96, 224  # threads; few where inputs come as boxes alone
 _MOST_ENTRIES, _MOST_STEPS = 12_000, 900  # of all tables in 64 KiB of constant memory; of offsets, in 4 KiB of params
 PHASE_BASE = 1 << 12  # a phase is a number: row * PHASE_BASE + column
@@ -274,7 +274,13 @@ class Plan(Gathering):
     def strip_rows(self) -> int:
         """Rows of positions from one strip to the next: a few more where what comes as boxes then is less."""
         rows = self._least_pitch(0)
-        return min(range(rows, rows + _SPARE_ROWS + 1), key=self._cost_of_rows) if self.way == "lines" else rows
+        if self.way == "lines":
+            return min(range(rows, rows + _SPARE_ROWS + 1), key=self._cost_of_rows)
+        if not self._rows_may_land:
+            return rows
+        multiple = self.tile // math.gcd(self.tile, self.pitch)  # patches have parts of one strip alone
+        whole = up_to_multiple(rows, multiple)
+        return whole if whole <= rows * _MOST_ROWS else rows
 
     def _cost_of_rows(self, rows: int) -> float:
         """In proportion to what an image takes whose strips have so many rows of positions."""
@@ -404,28 +410,29 @@ class Plan(Gathering):
             units = self.in_channels * self.problem.groups * self.itemsize % _UNIT_BYTES == 0
             fits = self.pitch * self.unit[1] <= _LONGEST_BOX and max(self.unit) <= _LONGEST_STEP
             return self.channels_last and self.wide == 1 and units and (self.whole_images or fits)
-        # Planes, and rows that do not follow each other without gaps, are whole pieces of 16 bytes.
+        # Planes, and rows of strips, are whole pieces of 16 bytes.
         height, width = self.input_size
-        rows = self.whole_images or width % self.element_units == 0
+        rows = self.strips == 1 or width % self.element_units == 0
         small = height * width + self.run_pitch * self.unit[1] < 1 << 31  # what the kernel adds up
         return self.aligned and not self.channels_last and rows and small and height * width % self.element_units == 0
 
     @cached_property
-    def line_box(self) -> Pair:
-        """Rows of a strip, and positions of a row, that a box of lines of a plane has.
+    def line_box(self) -> tuple[int, int, int]:
+        """Images, rows and positions of a row of a box of lines of a plane: rows of a strip, or all of several images.
 
         Where rows follow each other without gaps, an image is one row, of which boxes are equal parts; where images do
         as well, a tile is.
         """
         return self._line_box_of(self.strip_rows)
 
-    def _line_box_of(self, strip_rows: int) -> Pair:
+    def _line_box_of(self, strip_rows: int) -> tuple[int, int, int]:
         if self._flat_of(strip_rows):
-            return 1, self.tile // -(-self.tile // _LONGEST_BOX)
+            return 1, 1, self.tile // -(-self.tile // _LONGEST_BOX)
         rows, pitch = (strip_rows * self.pitch, 1) if self.whole_images else (strip_rows, self.pitch)
         most, row_bytes = _LONGEST_BOX // self.unit[0], pitch * self.units * _UNIT_BYTES
-        rows = _rows_of_box(self.tile, self.first, self.patch, pitch, rows, most, row_bytes)
-        return (1, rows) if self.whole_images else (rows, pitch)
+        most_images = self.problem.batch if self.strips == 1 else 1
+        images, rows = _line_box(self.tile, self.first, self.patch, pitch, rows, most, most_images, row_bytes)
+        return (images, 1, rows) if self.whole_images else (images, rows, pitch)
 
     @property
     def flat(self) -> bool:
@@ -445,6 +452,16 @@ class Plan(Gathering):
         return _boxes_of(self.tile, self.first, self.patch, self.box_positions) if self.way == "lines" else 1
 
     @property
+    def _whole_chunks(self) -> bool:
+        """Whether a chunk has no channels of another group."""
+        return self.problem.groups == 1 or self.in_channels % (self.units * self.element_units) == 0
+
+    @property
+    def partial_pieces(self) -> bool:
+        """Whether a run may end within a piece."""
+        return self.landing and not self.whole_images and self.input_size[1] % self.element_units != 0
+
+    @property
     def run_pitch(self) -> int:
         """Positions from one run of inputs that lie in one piece in memory to the next."""
         return self.strip_positions if self.whole_images else self.pitch
@@ -456,19 +473,53 @@ class Plan(Gathering):
         return self.unit[0] * (-(-self.patch * self.unit[1] // self.element_units) + 2 * runs - 1)
 
     @cached_property
+    def landing_box(self) -> bool:
+        """Whether what lands is a box of a tensor map: a stretch of one image, or rows of one strip."""
+        of_one_strip = self.strip_positions % self.tile == 0
+        fits = self.landing and self._whole_chunks and of_one_strip and max(self.box_size) <= _LONGEST_BOX
+        return fits and (self.flat or self._rows_may_land)
+
+    @cached_property
+    def box_size(self) -> Pair:
+        """Rows and columns of a box of lines, or that lands; one row where it is a stretch of an image."""
+        if self.way == "lines":
+            return self.line_box[1:]
+        if self.flat:
+            return 1, self.patch
+        return (self.patch + self.pitch - 2) // self.pitch + 1, self._landed_width
+
+    @property
+    def _landed_width(self) -> int:
+        """Columns of a box of rows that lands: whole pieces, the first of which a strip may begin within."""
+        skew = 0 if self.strips == 1 else self.element_units - max(2, self.wide)
+        return up_to_multiple(self.pitch + skew, self.element_units)
+
+    @property
+    def _rows_may_land(self) -> bool:
+        """Whether rows of inputs may land as a box: they are whole pieces of 16 bytes, and a cell has one input."""
+        rows = self.unit == (1, 1) and self.input_size[1] * self.itemsize % _UNIT_BYTES == 0
+        fits = self.landing and rows and self._landed_width <= _LONGEST_BOX
+        return fits and not self.whole_images and self._whole_chunks
+
+    @cached_property
     def landing_units(self) -> int:
         """Units of channels that land together, 0 where none do."""
         if self.compiled:
             return self.compiled.landing_units
         if not self.landing:
             return 0
-        most = min(self.units, _LANDING_BYTES // (self.element_units * self.pieces * _UNIT_BYTES))
+        most = min(self.units, _LANDING_BYTES // (self.element_units * self.landed_channel_bytes))
         return max((units for units in (2, 4, 8) if units <= most), default=2)
+
+    @property
+    def landed_channel_bytes(self) -> int:
+        """Bytes of a channel where it lands."""
+        return math.prod(self.box_size) * self.itemsize if self.landing_box else self.pieces * _UNIT_BYTES
 
     @property
     def landing_bytes(self) -> int:
         """Bytes of a stage of what lands."""
-        return self.landing_units * self.element_units * self.pieces * _UNIT_BYTES
+        return self.landing_units * self.element_units * self.landed_channel_bytes
 
     @cached_property
     def landing_stages(self) -> int:
@@ -591,6 +642,8 @@ class Plan(Gathering):
         inputs = self.spots * _PLACE_BYTES if self.way == "loaded" else 0
         if self.landing:
             inputs = self.spots * _SPOT_BYTES + self.landing_stages * self.landing_bytes
+        if self.landing_box:
+            inputs += self.landing_stages * _BARRIER_BYTES + _BOX_ALIGNMENT - _UNIT_BYTES
         return inputs + self._turned_bytes
 
     @cached_property
@@ -665,9 +718,7 @@ class Plan(Gathering):
         if self.way == "loaded":
             registers, _, words = self._load_registers
             return self._unit_words <= min(words, registers // 3)
-        # A box has no channels of another group.
-        whole_chunks = self.problem.groups == 1 or self.in_channels % (self.units * self.element_units) == 0
-        if self.units == 2 or not (whole_chunks and (self.few_loaders or self.rounded)):
+        if self.units == 2 or not (self._whole_chunks and (self.few_loaders or self.rounded)):
             return False
         boxes, box_bytes = self.boxes * math.prod(self.unit), self.box_positions * self.units * _UNIT_BYTES
         return boxes <= _MOST_BOXES and (boxes == 1 or box_bytes % _BOX_ALIGNMENT == 0)
@@ -697,8 +748,9 @@ class Plan(Gathering):
             plan = changed(plan, strips=-(-plan.cells[1] // self.strip_cells))
         if not (plan.suits_memory and plan.possible) or plan.most_vector % kernel.vector:
             return None
-        too_many = plan.pieces * kernel.sharers > plan.loaders or plan.landed_turns > kernel.landed_turns
-        return None if plan.landing and too_many else plan
+        if plan.landing and (plan.pieces * kernel.sharers > plan.loaders or plan.landed_turns > kernel.landed_turns):
+            return None
+        return None if plan.partial_pieces and not kernel.partial_pieces else plan
 
 
 def _boxes_of(tile: int, first: int, patch: int, positions: int) -> int:
@@ -709,22 +761,27 @@ def _boxes_of(tile: int, first: int, patch: int, positions: int) -> int:
 
 
 @lru_cache(maxsize=1024)
-def _rows_of_box(tile: int, first: int, patch: int, pitch: int, rows: int, most_rows: int, row_bytes: int) -> int:
-    """The rows of a box that a patch comes the fastest with: a part of those of an image, or of a strip.
+def _line_box(
+    tile: int, first: int, patch: int, pitch: int, rows: int, most_rows: int, most_images: int, row_bytes: int
+) -> Pair:
+    """The images and rows of a box that a patch comes the fastest with: a part of an image's rows, or all of several.
 
     Args:
         tile, first, patch: positions of a tile, to the first of its patch, and of the patch.
         pitch, rows: positions of a row, rows of an image or a strip.
-        most_rows: of a box.
+        most_rows, most_images: of a box.
         row_bytes: bytes of a row.
     """
 
-    def cost(box_rows: int) -> tuple[float, int]:
+    def cost(box: Pair) -> tuple[float, int]:
+        box_rows = math.prod(box)
         boxes = _boxes_of(tile, first, patch, box_rows * pitch)
         return cost_of_boxes(boxes, boxes * box_rows * row_bytes), boxes * box_rows
 
-    found = [count for count in range(1, min(rows, most_rows) + 1) if rows % count == 0]
-    aligned = [count for count in found if count * row_bytes % _BOX_ALIGNMENT == 0]
+    found = [(1, count) for count in range(1, min(rows, most_rows) + 1) if rows % count == 0]
+    if rows <= most_rows:
+        found += [(count, rows) for count in range(2, min(most_images, _LONGEST_BOX, 1 + patch // (rows * pitch)) + 1)]
+    aligned = [box for box in found if math.prod(box) * row_bytes % _BOX_ALIGNMENT == 0]
     return min(aligned or found, key=cost)
 
 
