@@ -196,11 +196,7 @@ __device__ __forceinline__ void store_tile(
  */
 constexpr int kLines = kOuter * 8, kLinePieces = kLineCells * kInner / VECTOR, kTurnsOfPart = kLines * kLinePieces / 32;
 constexpr bool kHalfLines = sizeof(ELEMENT_T) == 2 && kLineCells * kInner == 32;
-// M blocks are rows of a cell, one below the other: a channel has a line in each, which are stored together. Short rows end in
-// the sectors that the next ones begin in, which a warp then has whole: 8% faster for Mask R-CNN's rows of 28 outputs.
-constexpr bool kDown = PAIRING == PAIR_ROWS && BLOCKS > 1;
-constexpr int kLineChannels = kDown ? 8 : kLines;
-constexpr int kApart = kDown ? kLineChannels : kHalfLines && VECTOR > 1 && kInner <= 2 ? 4 / kInner : 1;
+constexpr int kApart = kHalfLines && VECTOR > 1 && kInner <= 2 ? 4 / kInner : 1;
 __device__ constexpr int line_of(int piece) {
     const int line = piece / kLinePieces, pair = line / 2;
     return pair / kApart * 2 * kApart + pair % kApart + line % 2 * kApart;
@@ -217,31 +213,31 @@ constexpr int kTurnsTogether = 16 / ceil_div(VECTOR * static_cast<int>(sizeof(EL
 __device__ __forceinline__ void store_tile(
     const implicit_gemm_params& p, const item_t& item, const float (&sums)[BLOCKS][COLUMNS / 2], int first, int side,
     ELEMENT_T* outputs) {
-    static_assert(SPAN_W == kInner && SLOTS <= 2, "the outputs of a row of cells are neighbours");
+    static_assert(SPAN_W == kInner && SPAN_W == SLOTS * BLOCKS, "the outputs of a row of cells are neighbours");
     constexpr int kRun = 2 * kInner;  // a thread's outputs of two cells
     constexpr int kWord = gcd(kRun, 16 / static_cast<int>(sizeof(ELEMENT_T)));  // of which it writes so many together
-    constexpr bool kFull = CHANNELS == 4 * kLineChannels && OUT_CHANNELS % (CHANNELS * kChannelSides) == 0;
+    constexpr bool kFull = CHANNELS == 4 * kLines && OUT_CHANNELS % (CHANNELS * kChannelSides) == 0;
     using piece_t = vector_t<VECTOR>;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, g = lane / 4, t = lane % 4;
     ELEMENT_T* const stage = outputs + warp * kWarpOutputs;
-    const int warp_channel = warp * kLineChannels, first_channel = first_channel_of(item.set, side) + warp_channel;
+    const int warp_channel = warp * kLines, first_channel = first_channel_of(item.set, side) + warp_channel;
     const int line_channels = min(CHANNELS - warp_channel, OUT_CHANNELS - first_channel);  // that there are
     float bias[kOuter];
     #pragma unroll
     for (int outer = 0; outer < kOuter; ++outer) {
-        const int channel = (outer * 8 + g) % kLineChannels;
+        const int channel = outer * 8 + g;
         const bool there = (kFull || channel < line_channels) && p.bias != nullptr;
         bias[outer] = there ? widen(load_once(p.bias + item.group * OUT_CHANNELS + first_channel + channel)) : 0.0f;
     }
     const index_t pixels = static_cast<index_t>(p.h_out) * p.w_out, channels = p.groups * OUT_CHANNELS;
     ELEMENT_T* const output = p.output + (item.group * OUT_CHANNELS + first_channel) * pixels;
-    int own[kOwnPlaces], own_line[kOwnPlaces], row_phase[kOwnPlaces];
+    const int row_phase = phases_of(item.set, side, 0)[0] / PHASE_BASE;
+    int own[kOwnPlaces], own_line[kOwnPlaces];
     cell_t at[kOwnPlaces];
     #pragma unroll
     for (int i = 0; i < kOwnPlaces; ++i) {
         own[i] = (i * 32 + lane) % kLinePieces * VECTOR;
         own_line[i] = line_of(i * 32 + lane);
-        row_phase[i] = phases_of(item.set, side, kDown ? own_line[i] / kLineChannels : 0)[0] / PHASE_BASE;
         at[i] = cell_at(p, first + own[i] / kInner);
     }
     each<COLUMNS / kLineCells>([&](auto part) {
@@ -267,10 +263,9 @@ __device__ __forceinline__ void store_tile(
         __syncwarp();
         #pragma unroll
         for (int i = 0; i < kOwnPlaces; ++i) {
-            const int own_channel = own_line[i] % kLineChannels;
-            ELEMENT_T* target = target_of_piece(p, output, at[i], row_phase[i], own[i], channels * pixels);
+            ELEMENT_T* target = target_of_piece(p, output, at[i], row_phase, own[i], channels * pixels);
             const bool there = target != nullptr;
-            if (there) target += own_channel * pixels;
+            if (there) target += own_line[i] * pixels;
             #pragma unroll
             for (int begin = 0; begin < kTurnsOfPart; begin += kTurnsTogether) {
                 piece_t pieces[kTurnsTogether / kOwnPlaces];
@@ -281,7 +276,7 @@ __device__ __forceinline__ void store_tile(
                 if (!there) continue;
                 #pragma unroll
                 for (int turn = begin; turn < least(begin + kTurnsTogether, kTurnsOfPart); turn += kOwnPlaces)
-                    if (kFull || line_of(turn * 32) + own_channel < line_channels)
+                    if (kFull || line_of(turn * 32) + own_line[i] < line_channels)
                         *reinterpret_cast<piece_t*>(target + line_of(turn * 32) * pixels) =
                             pieces[(turn - begin) / kOwnPlaces];
             }

@@ -24,20 +24,20 @@ __device__ __forceinline__ int place_in_unit(const implicit_gemm_params& p, spot
 /* A thread's part of a spot: a unit of channels, with WIDE inputs of each. */
 struct spot_unit_t { words_t<kSpotBytes> channel[kElements]; };
 
-/* One of the inputs of a spot, as it is stored: input `even` or, where `odd`, the one after it. */
-__device__ __forceinline__ parts_t<kParts> pack_input(const spot_unit_t& values, int even, bool odd) {
-    if constexpr (sizeof(ELEMENT_T) == 2 && WIDE > 1) {
+/* The first of the inputs of a spot, as it is stored, or the second one. */
+__device__ __forceinline__ parts_t<kParts> pack_input(const spot_unit_t& values, bool second) {
+    if constexpr (sizeof(ELEMENT_T) == 2 && WIDE == 2) {
         parts_t<kParts> result;
         #pragma unroll
         for (int i = 0; i < 4; ++i)
             result.part[0].word[i] =
-                halves(values.channel[2 * i].word[even / 2], values.channel[2 * i + 1].word[even / 2], odd, odd);
+                halves(values.channel[2 * i].word[0], values.channel[2 * i + 1].word[0], second, second);
         return result;
     } else {
         ELEMENT_T unit[kElements];
         #pragma unroll
         for (int e = 0; e < kElements; ++e) {
-            const auto word = odd && WIDE > 1 ? values.channel[e].word[even + (WIDE > 1)] : values.channel[e].word[even];
+            const auto word = second ? values.channel[e].word[WIDE - 1] : values.channel[e].word[0];
             unit[e] = element_of<ELEMENT_T>(word);
         }
         return pack_unit<kParts>(unit);
@@ -52,11 +52,9 @@ __device__ __forceinline__ void store_spot(
     const int next = kPlanesApart ? p.patch : 1;  // from one input of a spot to the next
     #pragma unroll
     for (int w = 0; w < WIDE; ++w) {
-        const int even = w / 2 * 2;
-        const bool odd = (w % 2 == 1) != turned;
-        const parts_t<kParts> parts = pack_input(values, even, odd);
+        const bool second = (w == 1) != turned;
+        const parts_t<kParts> parts = pack_input(values, second);
         #pragma unroll
-        for (int part = 0; part < kParts; ++part)
-            target[part * UNITS * p.unit_pitch + (even + odd) * next] = parts.part[part];
+        for (int part = 0; part < kParts; ++part) target[part * UNITS * p.unit_pitch + second * next] = parts.part[part];
     }
 }
