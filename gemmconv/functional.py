@@ -53,7 +53,7 @@ def conv_transpose2d(
         groups: number of groups into which channels are divided.
         algorithm: ``"auto"``, ``"direct"``, ``"fused"``, ``"gemm_col2im"`` or ``"native"``.
         precision: for float32 on CUDA, ``"ieee"`` or ``"tf32"``; None follows torch's setting for convolutions.
-        workspace_limit: bytes of columns and partial sums, beyond which a warning says so; None for 64 MiB.
+        workspace_limit: bytes that columns and partial sums may take; a call that needs more warns. None for 64 MiB.
 
     Returns:
         ``[N, C_out, H_out, W_out]`` (or without N), channels_last where the input or the weight is.
@@ -100,7 +100,7 @@ def conv_transpose2d(
     # The cases are tried in this order; the first whose condition holds computes the call. 1 to 3 need algorithm "auto"
     # or "native".
     #      condition                                                 what computes the call
-    #   1. on a CPU: traced, compiled, or an input of a subclass     torch's operator (see the function for exceptions)
+    #   1. on a CPU: traced, compiled, or an input of a subclass     torch's operator (exceptions: see its function)
     #   2. complex tensors                                           torch's operator, by real and imaginary parts
     #   3. eager, and torch's operator is chosen                     torch's operator, called directly: least host time
     #   4. it has a key, and its tensors are ordinary dense ones     a prepared call, which bypasses the dispatcher

@@ -85,7 +85,7 @@ class Layer(nn.Module):
     def _arguments_and_key(self) -> tuple[tuple[Any, ...], bytes | None]:
         """The arguments of a call after its tensors, and a key of bytes made from them (None if no key can be made).
 
-        A 1-D layer's are those of the equal call on images of height 1. They are kept until an attribute changes.
+        For a 1-D layer they are those of the same call in 2-D, with height 1. They are kept until an attribute changes.
         """
         attributes: tuple[Any, ...] = (
             *(self.stride, self.padding, self.output_padding, self.groups, self.dilation),
@@ -156,8 +156,8 @@ class Layer(nn.Module):
 class ConvTranspose2d(Layer, nn.ConvTranspose2d):
     """torch.nn.ConvTranspose2d, computed by gemmconv.
 
-    Parameters, initial values, state_dict and ``output_size`` are those of torch.nn.ConvTranspose2d. The first call
-    of each size on a GPU has other threads compile the kernels that modules made after this one are likely to launch.
+    Parameters, initial values, state_dict and ``output_size`` are those of torch.nn.ConvTranspose2d. During the first
+    call of each size on a GPU, background threads compile the kernels that modules made later are likely to need.
 
     Args:
         in_channels, out_channels, kernel_size, stride, padding, output_padding: as torch.nn.ConvTranspose2d.

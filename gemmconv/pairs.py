@@ -8,8 +8,8 @@
     CPU         one_by_one                what selection.choose gives for each gradient alone
 
 For a named algorithm, and on a GPU for which no kernels can be compiled, one_by_one is used too. If it gives the same
-algorithm twice, one call computes both gradients if that is estimated to be faster than two calls; one call of torch's
-operator always does, unless it is limited to deterministic kernels.
+algorithm twice, one call computes both gradients if that is estimated to be faster than two calls. For torch's operator
+one call is always used, unless it must be deterministic.
 
 An example on an H200: input ``[32, 256, 16, 16]``, float16 in NCHW, 128 output channels, kernel 4, stride 2, padding 1.
 Estimated device times in microseconds, by algorithm; :class:`gemmconv.selection.Seconds` says how host times count:

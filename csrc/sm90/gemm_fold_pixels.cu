@@ -101,9 +101,9 @@ __device__ __forceinline__ cell_place_t cell_of(const pixels_on_m_params& p, con
  * is cell i of the item, which the thread gathers in this turn. Two buffers hold the folds by turns; in the example:
  *
  *   fold 0   write buffer 0   barrier   gather from buffer 0
- *   fold 1   write buffer 1   barrier   gather from buffer 1   After it no warp gathers fold 0: buffer 0 is free.
+ *   fold 1   write buffer 1   barrier   gather from buffer 1   After this barrier no warp gathers fold 0: buffer 0 is free.
  *   fold 2   write buffer 0   barrier   gather from buffer 0
- *   end                       barrier                          After it fold 0 of the next line block may be written.
+ *   end                       barrier                          After this barrier fold 0 of the next line block may be written.
  *
  * An even number of folds ends with buffer 1, and needs no barrier there: that of the last fold has freed buffer 0.
  */
@@ -139,7 +139,7 @@ __device__ __forceinline__ void consume(const pixels_on_m_params& p, int warp) {
     const int cells = WINDOWED ? p.step : p.images * (image.cells_h() * image.cells_w());  // 128 in the example
     ring_t stages, slots;
     each_item<item_t>(p, [&](const item_t& item) {
-        // A thread gathers the same cells in each fold: consumer thread 70 of the example cell 6 of the second image.
+        // A thread gathers the same cells in each fold. In the example, consumer thread 70 gathers cell 6 of image 2.
         const int member = (threadIdx.x - kProducers) % kGroupThreads;
         cell_place_t kept[kKept];
         #pragma unroll

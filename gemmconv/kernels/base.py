@@ -112,8 +112,8 @@ class Kernel(ABC):
         features: required entries of :attr:`gemmconv.device.DeviceSpec.features`.
         dtypes: element types.
         serves: the layers that it is for, as a clause after "it is for".
-        computed_in: the memory format to which tensors in the other one are transposed first. None if nothing is
-            transposed: the kernel takes both formats, or refuses one (``only_in`` in sm90/base.py).
+        computed_in: the only memory format that it computes in; other tensors are transposed to it first. None if
+            nothing is transposed: the kernel takes both formats, or refuses one (``only_in`` in sm90/base.py).
     """
 
     name: ClassVar[str]
@@ -188,7 +188,7 @@ class Kernel(ABC):
 
     def why_not_device(self, config: Config) -> str | None:
         """What the device, or the software of this machine, lacks for the kernel, as a clause; None for nothing."""
-        # A kernel without features needs capability 8.0; one with features a GPU that has these, as is checked below.
+        # A kernel without features needs capability 8.0; a kernel with features needs a GPU that has them: see below.
         reason = missing_software(config.device) if self.features else why_no_kernels(config.device, config.spec)
         if reason is None and not self.features <= config.spec.features:
             major, minor = config.spec.capability

@@ -269,7 +269,7 @@ class Program:
 
 
 def one_after_the_other(arguments: Sequence[str], first: Program, second: Program) -> Program:
-    """A program with the steps and outputs of two. An argument that both need in one other form is transposed once.
+    """A program with the steps and outputs of two. If both need an argument in the same form, it is converted once.
 
     Its call takes ``arguments`` in this order. The outputs of both programs must have different names.
     """

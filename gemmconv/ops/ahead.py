@@ -27,7 +27,7 @@ from gemmconv.ops.schemas import (
 
 
 def launches_of(
-    direction: Pass, tensors: Tensors, missing_size: Any, arguments: Arguments, convention: Convention | None = None
+    direction: Pass, tensors: Tensors, target_size: Any, arguments: Arguments, convention: Convention | None = None
 ) -> list[Launch]:
     """The launches of the call that ``implementation.prepare_call`` prepares; tensors may be without data."""
     options, where = Options(*as_hashable(arguments)), operator_name(direction)
@@ -35,7 +35,7 @@ def launches_of(
     if direction == "grads":
         programs = gradient_programs(*choose_gradients(tensors, options))
     else:
-        program = pass_program(direction, *choose_algorithm(direction, tensors, missing_size, options))
+        program = pass_program(direction, *choose_algorithm(direction, tensors, target_size, options))
         programs = [] if program is None else [program]
     if convention.with_bias_grad and (of_bias := bias_grad_program(tensors[0])) is not None:
         programs.append(of_bias)

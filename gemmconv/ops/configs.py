@@ -58,14 +58,14 @@ def config_of(problem: Problem, first: Tensor, second: Tensor, options: Options,
 
 
 def choose_algorithm(
-    direction: Direction, tensors: Tensors, missing_size: Any, options: Options, trained: bool = False
+    direction: Direction, tensors: Tensors, target_size: Any, options: Options, trained: bool = False
 ) -> tuple[Algorithm, Config]:
     """Check the arguments of a forward pass or of one gradient. Choose its algorithm, and return its configuration too.
 
-    For ``missing_size`` see :func:`gemmconv.ops.implementation.prepare_call`; ``trained`` is a Convention's.
+    For ``target_size`` see :func:`gemmconv.ops.implementation.prepare_call`; ``trained`` is a Convention's.
     """
     where, (first, second, *bias) = operator_name(direction), tensors
-    problem = checked_problem(where, tensors, missing_size, options)
+    problem = checked_problem(where, tensors, target_size, options)
     config = config_of(problem, first, second, options, bias=bool(bias) and bias[0] is not None)
     config = replace(config, trained=trained)
     return selection.choose(config, options.algorithm, where, direction), config

@@ -14,9 +14,16 @@ For both gradients in one call two algorithms are chosen, ``pairs.Gradients``, a
 and for torch's operator there is no program: the algorithm prepares the call itself. Layers on volumes have operators
 of their own, in volumes.py.
 
-Calls that bypass torch's dispatcher (plain.py, recording.py) are prepared here too. To save launches they may take and
-return other tensors than the operator does: float32 weights under autocast, or the bias's gradient with the others. A
-:class:`gemmconv.ops.configs.Convention` says which; forward.py and gradients.py act by it.
+Calls that bypass torch's dispatcher (plain.py, recording.py) are prepared here too. To save launches some take and
+return other tensors than the operator does; a :class:`gemmconv.ops.configs.Convention` says which. Examples:
+
+    call                                convention                     takes                  returns
+    the operator's own                  Convention()                   what its schema says   what its schema says
+    under autocast to float16           parameter_dtype=float32, ...   input in float16,      output, and
+                                        ... returns_casts=True         weight in float32      weight in float16
+    both gradients, layer with a bias   with_bias_grad=True            what its schema says   the bias's gradient too
+
+Only forward.py and gradients.py act by it.
 """
 
 from __future__ import annotations
@@ -53,21 +60,21 @@ from gemmconv.ops.schemas import (
 
 def _compute(direction: Pass, operator: str, *inputs: Any) -> Any:
     """Compute an operator; ``inputs`` are as in its schema: tensors, for a single gradient its size, then options."""
-    tensors, missing_size, arguments = split_arguments(operator, inputs)
+    tensors, target_size, arguments = split_arguments(operator, inputs)
     with make_current(tensors[0].device):
-        return prepare_call(direction, tensors, missing_size, arguments)(*tensors)
+        return prepare_call(direction, tensors, target_size, arguments)(*tensors)
 
 
 def prepare_call(
-    direction: Pass, tensors: Tensors, missing_size: Any, arguments: Arguments, convention: Convention | None = None
+    direction: Pass, tensors: Tensors, target_size: Any, arguments: Arguments, convention: Convention | None = None
 ) -> Prepared:
     """The prepared call of an operator on tensors of these shapes and strides, from the cache if it is there.
 
     Args:
         tensors: the operator's tensors, all of one dtype. If the call will cast float32 weight and bias itself, pass
             stand-ins with the cast dtype.
-        missing_size: for a single gradient ``(height, width)`` of the tensor that it is of, which is not among
-            ``tensors``: of the input, or of the kernel. None for other passes.
+        target_size: ``(height, width)`` of what a single gradient is computed for, since that tensor is not passed: the
+            size of the input, or of the kernel. None for other passes.
         arguments: the operator's other arguments, from the stride on; trailing defaults may be left out.
         convention: what the call takes and returns; None for what the operator takes and returns.
 
@@ -76,18 +83,18 @@ def prepare_call(
     """
     convention = convention or default_convention(direction, tensors)
     # The arguments as bytes, which are made quickly. Symbolic sizes of a traced graph have none: then the values.
-    given = arguments_key((missing_size, arguments)) or (missing_size, Options(*as_hashable(arguments)))
+    given = arguments_key((target_size, arguments)) or (target_size, Options(*as_hashable(arguments)))
     precision = selection.torch_precision(tensors[0].dtype, tensors[0].device)  # the user may change it between calls
     key = (direction, *map(tensor_signature, tensors), given, precision, convention)
-    return find_or_make(key, lambda: _prepare_or_fall_back(direction, tensors, missing_size, arguments, convention))
+    return find_or_make(key, lambda: _prepare_or_fall_back(direction, tensors, target_size, arguments, convention))
 
 
 def _prepare_or_fall_back(
-    direction: Pass, tensors: Tensors, missing_size: Any, arguments: Arguments, convention: Convention
+    direction: Pass, tensors: Tensors, target_size: Any, arguments: Arguments, convention: Convention
 ) -> Prepared:
     """Prepare a call by the algorithm asked for; for ``"auto"``, by torch's where kernels do not compile or load."""
     options = Options(*as_hashable(arguments))
-    prepare = partial(_choose_and_prepare, direction, tensors, missing_size, convention)
+    prepare = partial(_choose_and_prepare, direction, tensors, target_size, convention)
     if options.algorithm != "auto":
         return prepare(options)
     by_torch = options._replace(algorithm="native")
@@ -95,16 +102,16 @@ def _prepare_or_fall_back(
 
 
 def _choose_and_prepare(
-    direction: Pass, tensors: Tensors, missing_size: Any, convention: Convention, options: Options
+    direction: Pass, tensors: Tensors, target_size: Any, convention: Convention, options: Options
 ) -> Prepared:
-    """Check the arguments, choose an algorithm, or one for each of both gradients, and prepare its call."""
+    """Check the arguments, choose an algorithm (for ``"grads"`` one for each gradient), and prepare the call."""
     is_auto = options.algorithm == "auto"
     if direction == "grads":
         gradients, config, weight_config = choose_gradients(tensors, options)
         if is_auto:
             pairs.log_choice(gradients.passes(config, weight_config))
         return prepare_gradients(gradients, config, weight_config, tensors, convention)
-    algorithm, config = choose_algorithm(direction, tensors, missing_size, options, convention.trained)
+    algorithm, config = choose_algorithm(direction, tensors, target_size, options, convention.trained)
     if is_auto:
         pairs.log_choice([(direction, algorithm, config)])
     if direction == "forward":

@@ -50,7 +50,9 @@ def find_call(input: Tensor, weight: Tensor, bias: Tensor | None, arguments_key:
 
 
 def prepare(input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Arguments) -> Call | None:
-    """Prepare the call on these tensors. Returns None if a mode is active or a tensor is not dense: the dispatcher's.
+    """Prepare the call on these tensors, or return None if a mode is active or a tensor is not dense.
+
+    Then torch's dispatcher has to serve the call.
 
     Call it only after :func:`is_left_to_torch` returned False.
 
@@ -70,15 +72,18 @@ def prepare(input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Argum
 
 
 def _prepare_autocast(tensors: Tensors, arguments: Arguments) -> Call:
-    """Prepare a call under autocast. torch casts the input; kernels of the call, or torch, cast weight and bias."""
+    """Prepare a call under autocast.
+
+    torch casts the input. Where :func:`casts_parameters` says so, our kernels cast weight and bias; else torch does.
+    """
     dtype = torch.get_autocast_dtype(tensors[0].device.type)
     cast = partial(cast_as_autocast, dtype=dtype)
     if not casts_parameters(tensors, dtype):
         call = prepare_recording(tuple(map(cast, tensors)), arguments)
         return lambda input, weight, bias: call(cast(input), cast(weight), cast(bias))
     # The prepared call takes float32 parameters and casts them itself, each time. To choose kernels one needs dtype,
-    # shapes and strides of the casts, which do not exist yet: tensors without data describe them. Of ``parameters``
-    # only the dtype is used, the one to cast from. The call keeps none of these tensors.
+    # shapes and strides of the casts, which do not exist yet: tensors without data describe them. ``parameters``
+    # only tell the dtype to cast from. The call keeps none of these tensors.
     input, *parameters = tensors
     stand_ins = cast(input), *(without_data(one, dtype) for one in parameters)
     call_with_casts = prepare_recording(stand_ins, arguments, parameters=tuple(parameters))

@@ -60,7 +60,7 @@ _MOST_CELLS = 16  # cells for each input: with more, at least 15 of 16 cells hav
 _FOLD_LINES = 32  # lines of a fold at least; fewer where two such folds do not fit shared memory
 _COLUMN_BYTES = 40 << 10  # bytes of shared memory that two folds may always take; folds of the least size may take more
 _MOST_COLUMN_BYTES = 72 << 10  # bytes that they may take as far as an item's inputs and two stages leave them
-_LEAST_LINES = 64  # of a line block, unless it has all lines: each reads all inputs of an item, for little work if low
+_LEAST_LINES = 64  # of a line block, unless it has all lines: a smaller one would read all inputs for few products
 _MOST_HALO = 32  # inputs of a window that its neighbours have too
 
 
