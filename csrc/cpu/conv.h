@@ -29,34 +29,49 @@ TARGET static int is_finite(const real* values, i64 count) {
     return !bad;
 }
 
+typedef struct { i64 image, d, h, first; } place_t;  /* a cell's image, row and place in it; image -1 is before all */
+
+INLINE place_t place_of(const view_t* view, i64 cell) {
+    const i64 *pitch = view->pitch, from = cell + pitch[0] * pitch[1] * pitch[2], row = from / pitch[2];
+    return (place_t){row / pitch[1] / pitch[0] - 1, row / pitch[1] % pitch[0], row % pitch[1], from % pitch[2]};
+}
+
+/* The first cell of the next row. Divisions would take longer than a short row. */
+INLINE void next_row(const view_t* view, place_t* place) {
+    place->first = 0;
+    if (++place->h == view->pitch[1]) ++place->d, place->h = 0;
+    if (place->d == view->pitch[0]) ++place->image, place->d = 0;
+}
+
 /* Writes cells [start, start + count) of channels from `channel` on to planes [channels * classes, plane], zeros where
- * images end. Returns whether all values are finite, where that is `checked`. */
+ * images end, and up to a vector beyond. Returns whether all values are finite, where that is `checked`. */
 TARGET static int stage(const view_t* view, const void* source, i64 channel, i64 start, i64 count,
                         i64 plane, int checked, real* planes) {
-    const i64 *step = view->step, *stride = view->stride + kAxis, classes = step[0] * step[1] * step[2];
-    int finite = 1;
-    for (i64 cell = start, next; cell < start + count; cell = next) {  /* a row of cells, or a part of one */
-        const i64 row = cell >= 0 ? cell / view->pitch[2] : -1, first = cell >= 0 ? cell % view->pitch[2] : 0;
-        const i64 h = MAX(0, row) % view->pitch[1], d = MAX(0, row) / view->pitch[1] % view->pitch[0];
-        const i64 image = MAX(0, row) / view->pitch[1] / view->pitch[0];
-        next = MIN(start + count, (row + 1) * view->pitch[2]);
+    const i64 *size = view->size, *step = view->step, *stride = view->stride + kAxis, apart = step[2] * stride[2];
+    const i64 classes = step[0] * step[1] * step[2], cells = size[2] / step[2], rest = size[2] % step[2];
+    const i64 readable = view->kind || apart != 1 ? 0 : view->batch * view->stride[kImage] - kLanes;
+    place_t row = place_of(view, start);
+    for (i64 cell = 0, next; cell < count; cell = next, next_row(view, &row)) {  /* a row of cells, or a part of one */
+        next = MIN(count, cell + view->pitch[2] - row.first);
         for (i64 class = 0; class < classes; ++class) {
-            const i64 depth = d * step[0] + class / step[2] / step[1], height = h * step[1] + class / step[2] % step[1];
-            const i64 c = class % step[2], cells = CEIL_DIV(view->size[2] - c, step[2]);
-            const int inside = row >= 0 && image < view->batch && depth < view->size[0] && height < view->size[1];
-            const i64 taken = inside ? MAX(0, MIN(next - cell, cells - first)) : 0;
-            const i64 from = image * view->stride[kImage] + channel * view->stride[kChannel] + depth * stride[0] +
-                                 height * stride[1] + (first * step[2] + c) * stride[2];
-            for (i64 i = 0; i < view->channels; ++i) {
-                real* to = planes + (i * classes + class) * plane + cell - start;
-                const void* values = element(view->kind, source, from + i * view->stride[kChannel]);
-                if (taken) gather_row(view->kind, values, step[2] * stride[2], taken, to);
-                if (taken && checked) finite &= is_finite(to, taken);
-                for (i64 j = taken; j < next - cell; ++j) to[j] = 0;
+            const i64 line = class / step[2], c = class % step[2];
+            const i64 depth = row.d * step[0] + line / step[1], height = row.h * step[1] + line % step[1];
+            const int inside = row.image >= 0 && row.image < view->batch && depth < size[0] && height < size[1];
+            const i64 taken = inside ? MAX(0, MIN(next - cell, cells + (c < rest) - row.first)) : 0;
+            i64 from = row.image * view->stride[kImage] + channel * view->stride[kChannel] + depth * stride[0] +
+                           height * stride[1] + row.first * apart + c * stride[2];
+            real* to = planes + class * plane + cell;
+            for (i64 i = 0; i < view->channels; ++i, from += view->stride[kChannel], to += classes * plane) {
+                if (from + taken <= readable)  /* whole vectors: what they have too many is overwritten below */
+                    for (i64 j = 0; j < taken; j += kLanes) store(to + j, load((const real*)source + from + j));
+                else if (taken) gather_row(view->kind, element(view->kind, source, from), apart, taken, to);
+                store(to + taken, (vec){0});
+                for (i64 j = taken + kLanes; j < next - cell; ++j) to[j] = 0;
             }
         }
     }
-    return finite;
+    for (i64 i = 0; checked && i < view->channels * classes; ++i) if (!is_finite(planes + i * plane, count)) return 0;
+    return 1;
 }
 
 /* Sums [class of the job, channel of the block, strip] become positions of the target: cells [start, start + count). */
@@ -66,20 +81,17 @@ TARGET static void store_cells(const conv_t* p, i64 job, i64 channel, i64 channe
     const i64 *step = view->step, *stride = view->stride + kAxis, kind = view->kind;
     real added[kRows];
     for (int t = 0; t < channels; ++t) added[t] = bias ? widened(kind, bias, channel + t) : 0;
-    for (i64 cell = start, next; cell < start + count; cell = next) {
-        const i64 row = cell / view->pitch[2], first = cell % view->pitch[2], h = row % view->pitch[1];
-        const i64 d = row / view->pitch[1] % view->pitch[0], image = row / view->pitch[1] / view->pitch[0];
-        next = MIN(start + count, (row + 1) * view->pitch[2]);
-        const i64 origin = first * step[2] - view->base[2];  /* position of class 0 of the first cell */
-        const i64 last = MIN(first + next - cell, p->cells[2]), from = MAX(0, -origin);
-        const i64 to = MIN((last - first) * step[2], view->size[2] - origin);
-        if (d >= p->cells[0] || h >= p->cells[1]) continue;
+    place_t row = place_of(view, start);
+    for (i64 cell = 0, next; cell < count; cell = next, next_row(view, &row)) {
+        next = MIN(count, cell + view->pitch[2] - row.first);
+        const i64 origin = row.first * step[2] - view->base[2];  /* position of class 0 of the first cell */
+        const i64 from = MAX(0, -origin), to = MIN((next - cell) * step[2], view->size[2] - origin);
         for (i64 pair = 0; pair < p->pairs[0] * p->pairs[1]; ++pair) {
-            const i64 depth = d * step[0] + p->job_class[2 * job] + pair / p->pairs[1] - view->base[0];
-            const i64 height = h * step[1] + p->job_class[2 * job + 1] + pair % p->pairs[1] - view->base[1];
+            const i64 depth = row.d * step[0] + p->job_class[2 * job] + pair / p->pairs[1] - view->base[0];
+            const i64 height = row.h * step[1] + p->job_class[2 * job + 1] + pair % p->pairs[1] - view->base[1];
             if (depth < 0 || depth >= view->size[0] || height < 0 || height >= view->size[1]) continue;
-            const real* rows = sums + pair * step[2] * p->block * ld + cell - start;
-            const i64 place = image * view->stride[kImage] + channel * view->stride[kChannel] + depth * stride[0] +
+            const real* rows = sums + pair * step[2] * p->block * ld + cell;
+            const i64 place = row.image * view->stride[kImage] + channel * view->stride[kChannel] + depth * stride[0] +
                                   height * stride[1] + origin * stride[2];
             if (stride[2] != 1) {  /* channels lie side by side */
                 for (i64 i = from; i < MIN(to, from + step[2]); ++i) {  /* the first position of each class */

@@ -30,7 +30,7 @@ typedef struct {
  * rows of a product share its entries; a row is a pair of a class and one of `block` channels. */
 typedef struct {
     view_t source, target;
-    i64 groups, cells[3];              /* cells of the target along each axis */
+    i64 groups;
     i64 low, high;                     /* least and greatest shift, in numbers of cells */
     i64 jobs, products, block, rows;   /* products of a job; channels of a block; rows of a product */
     i64 blocks, splits, total, bands;  /* blocks of a group; parts of the work on a band; all cells, and their bands */

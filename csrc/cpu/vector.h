@@ -110,7 +110,9 @@ INLINE void interleave_by(const int stride, const real* rows, i64 step, real bia
     if (i >= to) return;
     if (whole - i / stride < kLanes) {  /* too short for a vector in place */
         interleave_cells(stride, rows + i / stride, step, bias, part);
-        memcpy(target + i, part, sizeof(real) * (size_t)(to - i));
+        UNROLL
+        for (i64 size = 4 * kLanes, at = 0; size; at += (to - i) & size, size /= 2)  /* no call for a few values */
+            if ((to - i) & size) memcpy(target + i + at, part + at, sizeof(real) * (size_t)size);
         return;
     }
     for (i64 cell = i / stride; cell < whole; cell += kLanes) {

@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 from gemmconv.geometry import Problem
@@ -57,8 +57,6 @@ def axes_of(problem: Problem, is_gradient: bool, together: bool) -> tuple[Axis, 
     ({(0, 0): 0, (0, -1): 2}, {(0, 0): 1, (0, -1): 3})
     """
     p = problem
-    if p.taps == 1 and max(p.stride) == 1 and max(p.padding) == 0 and p.output_size == p.input_size:
-        p = replace(p, input_size=(1, p.in_pixels))  # one long row instead of many short ones
     pairs = zip(p.input_size, p.output_size, p.kernel_size, p.stride, p.padding, p.dilation, strict=True)
     made = []
     for size, extent, kernel, stride, padding, dilation in [(1, 1, 1, 1, 0, 1)] * (3 - len(p.input_size)) + list(pairs):

@@ -117,7 +117,6 @@ class _Correlation:
             _view(config, source_shape, channels, axes, False, source_last),
             _view(config, target_shape, targets, axes, True, config.channels_last),
             p.groups,
-            tuple(axis.cells for axis in axes),
             *(low, high, jobs, products, block, rows, blocks, splits, table.cells(p.batch), bands),
             *(band, strip, at_once, planes, plane),
             *(channels * targets * p.taps, weight_source, weight_target, packed_values),
@@ -168,7 +167,10 @@ def _view(
     """A ``view_t``: the images of a tensor of this shape, cut into cells as source or as target."""
     strides = strides_of(shape, torch.channels_last if last else torch.contiguous_format)
     sides = [(one.extent, one.target_step, one.base) if is_target else (one.size, one.source_step, 0) for one in axes]
-    of_axes = itertools.chain(*zip(*sides, strict=True), (axis.pitch for axis in axes))
+    (size, step, base), pitch = map(list, zip(*sides, strict=True)), [axis.pitch for axis in axes]
+    if size[2] == pitch[2] and step[1] == step[2] == 1:  # rows that fill their pitch are one long row
+        size[1:], pitch[1:] = (1, size[1] * size[2]), (1, pitch[1] * pitch[2])
+    of_axes = *size, *step, *base, *pitch
     return KINDS[config.dtype], shape[0], channels, *of_axes, *strides[:2], *[0] * (5 - len(shape)), *strides[2:]
 
 
@@ -284,7 +286,7 @@ class _Gradient:
         slices = max(1, min(bands, -(-_GRADIENT_ITEMS // blocks), fitting))
         in_place = slices == 1 and not KINDS[config.dtype]
         self.partial_bytes = 0 if in_place else slices * sum_bytes
-        input_plane, grad_plane = (_odd_lines(one, itemsize) for one in (band, band + high - low + lanes))
+        input_plane, grad_plane = (_odd_lines(one, itemsize) for one in (band + lanes, band + high - low + lanes))
         values = input_block * input_plane + grad_block * planes * grad_plane
         self.scratch_bytes = up_to_multiple(values * itemsize, _LINE)
         self._arrays = [integers([one[i] for one in by_tap]) for i in (2, 1)]

@@ -35,7 +35,7 @@ def _struct(name: str, fields: str, *more: tuple[str, Any]) -> Any:
 _VIEW = 20  # fields of a view_t
 Conv = _struct(
     "Conv",
-    f"source:{_VIEW} target:{_VIEW} groups cells:3 low high jobs products block rows blocks splits total bands band "
+    f"source:{_VIEW} target:{_VIEW} groups low high jobs products block rows blocks splits total bands band "
     "strip at_once planes plane weight_group weight_source weight_target packed first shift plane_of tap job_class "
     "pairs:2 checked",
 )
