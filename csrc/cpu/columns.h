@@ -36,7 +36,6 @@ TARGET static void col2im_rows(void* context, i64 item, int worker) {
             }
             const i64 place = (channel * p->out[0] + oh) * p->out[1] + ow;
             if (p->kind) for (i64 i = 0; i < count; ++i) narrow(p->kind, call->to, place + i * stride, sum[i]);
-            else if (stride == 1) memcpy((real*)call->to + place, sum, sizeof(real) * (size_t)count);
             else for (i64 i = 0; i < count; ++i) ((real*)call->to)[place + i * stride] = sum[i];
         }
 }

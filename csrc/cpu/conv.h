@@ -10,15 +10,11 @@
 #pragma once
 #include "product.h"
 
+/* Each worker has so many bytes of scratch memory. staged [workers] is what each has staged, band * groups + group + 1.
+ * bad is set when a value is met that is not finite. */
 typedef struct {
-    const conv_t* p;
-    const void *source, *weight, *bias;
-    void* target;
-    real* packed;
-    char* scratch;
-    i64 bytes;    /* of scratch memory for each worker */
-    i64* staged;  /* [workers] what each has staged: band * groups + group + 1 */
-    int bad;          /* whether a value was met that is not finite */
+    const conv_t* p; const void *source, *weight, *bias; void* target; real* packed;
+    char* scratch; i64 bytes, *staged; int bad;
 } conv_call_t;
 
 INLINE void set(int* flag) { __atomic_store_n(flag, 1, __ATOMIC_RELAXED); }

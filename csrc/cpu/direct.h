@@ -40,8 +40,7 @@ TARGET static void direct_forward_row(void* context, i64 item, int worker) {
                 const real* weight = call->b + (ci % (p->groups * p->c_in) * p->c_out + co) * taps + kh * p->kernel[1];
                 for (i64 kw = 0; kw < p->kernel[1]; ++kw) {
                     const reach_t w = reach_of(p, 1, kw);
-                    if (stride == 1) for (i64 i = w.first; i < w.last; ++i) sum[i + w.origin] += weight[kw] * input[i];
-                    else for (i64 i = w.first; i < w.last; ++i) sum[i * stride + w.origin] += weight[kw] * input[i];
+                    for (i64 i = w.first; i < w.last; ++i) sum[i * stride + w.origin] += weight[kw] * input[i];
                 }
             }
         }
@@ -67,8 +66,7 @@ TARGET static void direct_input_grad_row(void* context, i64 item, int worker) {
                 const real* weight = call->b + (ci * p->c_out + co) * taps + kh * p->kernel[1];
                 for (i64 kw = 0; kw < p->kernel[1]; ++kw) {
                     const reach_t w = reach_of(p, 1, kw);
-                    if (stride == 1) for (i64 i = w.first; i < w.last; ++i) sum[i] += weight[kw] * grad[i + w.origin];
-                    else for (i64 i = w.first; i < w.last; ++i) sum[i] += weight[kw] * grad[i * stride + w.origin];
+                    for (i64 i = w.first; i < w.last; ++i) sum[i] += weight[kw] * grad[i * stride + w.origin];
                 }
             }
         }

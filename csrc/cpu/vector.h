@@ -70,7 +70,6 @@ INLINE void gather_row(i64 kind, const void* from, i64 stride, i64 count, real* 
     if (kind == kBfloat16 && stride == 1) gather_by(kBfloat16, from, 1, count, to);
     else if (kind == kFloat16 && stride == 1) gather_by(kFloat16, from, 1, count, to);
     else if (kind) gather_by(kind, from, stride, count, to);
-    else if (stride == 1) gather_by(kWide, from, 1, count, to);
     else if (stride == 2) gather_by(kWide, from, 2, count, to);
     else if (stride == 3) gather_by(kWide, from, 3, count, to);
     else if (stride == 4) gather_by(kWide, from, 4, count, to);

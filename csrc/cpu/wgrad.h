@@ -7,14 +7,9 @@
 #pragma once
 #include "conv.h"
 
+/* partials [slices, all input channels, grad channels of a group, taps]; the last three are those of conv_call_t */
 typedef struct {
-    const wgrad_t* p;
-    const void *input, *grad;
-    void* gradient;
-    real* partials;  /* [slices, all input channels, grad channels of a group, taps] */
-    char* scratch;
-    i64 bytes;
-    int bad;
+    const wgrad_t* p; const void *input, *grad; void* gradient; real* partials; char* scratch; i64 bytes; int bad;
 } wgrad_call_t;
 
 enum { kSummed = 4096 };  /* values of the gradient of an item that adds up slices */
@@ -47,7 +42,6 @@ TARGET static void wgrad_item(void* context, i64 item, int worker) {
     wgrad_call_t* call = context;
     const wgrad_t* p = call->p;
     view_t input = p->input, grad = p->grad;
-    const i64 reach = p->high - p->low;
     const i64 blocks = CEIL_DIV(input.channels, p->input_block), rest = item / p->slices / blocks;
     const i64 grad_blocks = CEIL_DIV(grad.channels, p->grad_block), group = rest / grad_blocks;
     const i64 first_input = item / p->slices % blocks * p->input_block, first_grad = rest % grad_blocks * p->grad_block;
@@ -60,9 +54,9 @@ TARGET static void wgrad_item(void* context, i64 item, int worker) {
     for (i64 i = 0; i < input.channels; ++i)
         memset(partial + i * row, 0, sizeof(real) * (size_t)(grad.channels * p->taps));
     for (i64 band = slice; band < p->bands; band += p->slices) {
-        const i64 start = band * p->band, from = start + p->low;
+        const i64 start = band * p->band, count = p->band + p->high - p->low;
         if (!stage(&input, call->input, input_channel, start, p->band, p->input_plane, 1, x)) set(&call->bad);
-        if (!stage(&grad, call->grad, grad_channel, from, p->band + reach, p->grad_plane, 1, g)) set(&call->bad);
+        if (!stage(&grad, call->grad, grad_channel, start + p->low, count, p->grad_plane, 1, g)) set(&call->bad);
         for (i64 i = 0; i < input.channels; i += kDotRows)
             for (i64 j = 0; j < grad.channels; j += kDotColumns)
                 for (i64 tap = 0; tap < p->taps; ++tap) {
