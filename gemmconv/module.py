@@ -193,8 +193,8 @@ class ConvTranspose1d(Layer, nn.ConvTranspose1d):
     def _on_cache_miss(self, key: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
         """First try to prepare a call on signals; else look for a cached call on images of height 1; else return None.
 
-        Calls under autocast, and calls without a batch, are never prepared for signals. They are cached as calls on
-        images, under a key of those, so they come here every time.
+        Calls under autocast, and calls without a batch, are never prepared for signals. The functional form caches them
+        as calls on images, under a key that :meth:`forward` does not look for, so they come here every time.
         """
         super()._on_cache_miss(key, input, weight, bias)
         if input.dim() not in (2, 3):

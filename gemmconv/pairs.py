@@ -160,7 +160,7 @@ def _pair_on_hopper(config: Config, weight_config: Config, able: tuple[Algorithm
 def _pair_on_other_gpus(config: Config, weight_config: Config, able: tuple[Algorithm, ...]) -> Gradients:
     """The gradients of a backward pass on a GPU that is not Hopper: torch's, unless ours are clearly faster.
 
-    Whether they are is asked on the GPU that was measured; which of ours is taken, by the estimates for this GPU.
+    Whether they are is estimated as on Hopper, which was measured; which of ours is taken, by estimates for this GPU.
     """
     pair_of_torch = Gradients(NATIVE, NATIVE, at_once=True)
     ours = tuple(one for one in able if one is not NATIVE)

@@ -52,7 +52,7 @@ def torch_precision(dtype: torch.dtype, device: torch.device) -> Precision:
     return "tf32" if torch._C._get_fp32_precision_getter("cuda", "conv") == "tf32" else "ieee"
 
 
-# torch.compile cannot trace it, and takes what it was at that moment as a constant.
+# torch.compile cannot trace this function: it takes its value at compile time as a constant.
 torch_precision._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

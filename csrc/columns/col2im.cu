@@ -89,7 +89,7 @@ extern "C" __global__ void __launch_bounds__(256) columns_col2im_kernel(const __
     if (plane >= p.planes || row_cell * CELL_ROWS >= p.out_rows) return;
 
     const index_t tap_stride = static_cast<index_t>(p.in_rows) * p.w_in;  // elements from a tap's values to the next's
-    const int origin = CELL_W == STRIDE_W ? j : 0;  // x of the input at shift 0; if 0, a shift is itself an x
+    const int origin = CELL_W == STRIDE_W ? j : 0;  // x of the input at shift 0; 0 if CELL_W is 1: a shift is x itself
     const COLUMN_T* columns =
         p.columns + static_cast<long long>(plane) * (KERNEL_D * KERNEL_H * KERNEL_W) * tap_stride + origin;
     const int plane_rows = kIsVolume ? p.d_out * p.h_out : p.h_out;

@@ -44,7 +44,7 @@
 // Lines of a fold; folds of a line block; floats of a fold's columns. In the example 48, 3 and 48 * 132.
 constexpr int kFoldLines = FOLD_OUTS * kTaps, kFolds = LINES / kFoldLines, kFoldFloats = kFoldLines * FOLD_PITCH;
 // Chunks that multiply takes before its loop, which takes two at a time so that registers have constant indices: 1 if their
-// number is odd (CHUNK_CLASS is 1 for one chunk, 3 for three, five, ...).
+// number is odd (CHUNK_CLASS is 1 for one chunk, 3 for three, five, ...). With two position blocks the loop takes one.
 constexpr int kPeeled = POSITION_BLOCKS == 1 ? CHUNK_CLASS % 2 : 0;
 static_assert(kFoldLines % 8 == 0 && LINES % kFoldLines == 0, "a fold has whole groups of 8 lines, as wgmma has them");
 static_assert(FOLD_PITCH % 8 == 4 && kPositions <= FOLD_PITCH, "a warp writes columns to different banks");
@@ -139,7 +139,7 @@ __device__ __forceinline__ void consume(const pixels_on_m_params& p, int warp) {
     const int cells = WINDOWED ? p.step : p.images * (image.cells_h() * image.cells_w());  // 128 in the example
     ring_t stages, slots;
     each_item<item_t>(p, [&](const item_t& item) {
-        // A thread gathers the same cells in each fold. In the example, consumer thread 70 gathers cell 6 of image 2.
+        // A thread gathers the same cells in each fold. In the example consumer thread 70 gathers cell 6 of image 1.
         const int member = (threadIdx.x - kProducers) % kGroupThreads;
         cell_place_t kept[kKept];
         #pragma unroll
@@ -166,7 +166,7 @@ __device__ __forceinline__ void consume(const pixels_on_m_params& p, int warp) {
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
 sm90_gemm_fold_pixels_kernel(const __grid_constant__ pixels_on_m_params p) {
-    // Registers of a consumer thread (72 sums, in the example, two chunks' inputs and its cells) and of a producer thread. Of
-    // three warpgroups, which begin with 168 each, two consume: 2 * 208 + 88 = 3 * 168.
+    // A thread of the two consumer warpgroups gets 208 registers (for 72 sums in the example, the inputs of two chunks, and its
+    // cells), one of the producer warpgroup 88. All begin with 168: 2 * 208 + 88 = 3 * 168.
     run<208, 88>(p, [&](int warp) { consume(p, warp); });
 }

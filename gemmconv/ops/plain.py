@@ -50,11 +50,11 @@ def find_call(input: Tensor, weight: Tensor, bias: Tensor | None, arguments_key:
 
 
 def prepare(input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Arguments) -> Call | None:
-    """Prepare the call on these tensors, or return None if a mode is active or a tensor is not dense.
+    """Prepare the call on these tensors. Returns None if torch's dispatcher has to serve it.
 
-    Then torch's dispatcher has to serve the call.
+    It has to if a mode is active or a tensor is not dense.
 
-    Call it only after :func:`is_left_to_torch` returned False.
+    Call it only after :func:`is_left_to_torch` returned False: torch's operator needs no autograd node of ours.
 
     Args:
         input, weight, bias: the input may be without a batch.

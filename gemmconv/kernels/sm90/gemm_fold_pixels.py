@@ -21,7 +21,7 @@ numbers of an example: 64 images of 8 x 8, 64 to 32 channels, kernel 4, stride 2
   How sums become outputs
     fold            the columns of some channels, which lie in shared memory at once      3 channels; 3 folds
     cell            the outputs of one stride, height x width                             2 x 2
-    part            what a thread gathers of a row of a cell                              1: the whole row
+    part            what a thread gathers of a row of a cell; neighbours have others      the whole row: 1 part
     phase           the place of an output in its cell                                    one of 4
 
 It is for 16-bit types and TF32, NCHW and one group. ``tiles_of`` gives tiles where all of these hold:
