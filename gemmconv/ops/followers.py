@@ -170,7 +170,7 @@ def _guess_calls(
 
 
 def _options_of(module: Any) -> Arguments:
-    arguments: Arguments = module._arguments()[0]
+    arguments: Arguments = module._arguments_and_key()[0]
     return arguments
 
 

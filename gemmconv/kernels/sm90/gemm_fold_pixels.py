@@ -115,7 +115,7 @@ class Tile(PositionRows):
 
     @property
     def fold_pitch(self) -> int:
-        """Floats from a line of columns to the next, 132 in the example: odd multiples of 4 spread lines over banks."""
+        """Floats from a line of columns to the next: 4 more than positions, since odd multiples of 4 spread over banks."""
         return self.position_blocks * BLOCK_POSITIONS + 4
 
     @property
