@@ -115,7 +115,7 @@ class Tile(PositionRows):
 
     @property
     def fold_pitch(self) -> int:
-        """Floats from a line of columns to the next: 4 more than positions, since odd multiples of 4 spread over banks."""
+        """Floats from a line of columns to the next: an odd multiple of 4, so that lines begin in other banks."""
         return self.position_blocks * BLOCK_POSITIONS + 4
 
     @property
