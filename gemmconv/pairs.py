@@ -176,7 +176,10 @@ def _pair_on_other_gpus(config: Config, weight_config: Config, able: tuple[Algor
 
 @lru_cache(maxsize=1024)
 def _fastest_pair(config: Config, weight_config: Config, among: tuple[Algorithm, ...]) -> tuple[Seconds, Gradients]:
-    """The estimate and the algorithms of both gradients for which a step waits the least, for tensors as they are."""
+    """The estimate and the algorithms of both gradients for which a step waits the least, for tensors as they are.
+
+    Of those for which it waits equally long, they are the ones that keep the device busy for the shortest time.
+    """
     inputs, weights = estimates(config, "input_grad", among), estimates(weight_config, "weight_grad", among)
     saved, found = grad_output_transpose_seconds(config), []
     # Host times were measured for whole backward passes, not for a gradient each. So of a mixed pair the longer one

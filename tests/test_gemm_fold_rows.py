@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gemmconv import Problem
-from gemmconv.kernels.sm90.gemm_fold_rows import KERNEL
+from gemmconv.kernels.sm90.gemm_fold_rows import _LINE_PITCH, KERNEL
 from tests.examples import any_of, each_of
 from tests.samples import config_of
 
@@ -114,7 +114,7 @@ def test_lines_of_whole_sectors_begin_early_and_end_early(tile):
 @each_tile_of_16_bits
 def test_copies_and_stores_are_aligned(tile):
     assert tile.input_size[1] * 2 % 16 == 0
-    for place in (tile.delayed, tile.columns, tile.output_size[1], 72):  # a line's pitch
+    for place in (tile.delayed, tile.columns, tile.output_size[1], _LINE_PITCH):
         assert place % tile.vector == 0
     assert tile.stage_bytes % 1024 == tile.weight_bytes // tile.weight_rows % 1024 == 0
 

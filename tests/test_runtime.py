@@ -250,12 +250,11 @@ def test_compile_variants_take_every_branch_of_the_preprocessor():
 @needs_compiler
 @pytest.mark.parametrize("source", sorted({one.source for one in LAUNCHES.values()}))
 def test_params_have_the_names_and_the_order_of_the_struct_in_the_source(source):
+    folder = sources.directory()
+    command = [compiler_of_tests(), "-E", "-P", "-w", "-xc++", "-D__restrict__=", f"-I{folder}/include"]
     for launch in islice((one for one in LAUNCHES.values() if one.source == source), 6):
         macros = [f"-D{name}={value}" for name, value in launch.macros.items()]
-        folder = sources.directory()
-        command = [compiler_of_tests(), "-E", "-P", "-w", "-xc++", "-D__restrict__=", *macros]
-        command += [f"-I{folder}/include", folder / source]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        text = subprocess.run([*command, *macros, folder / source], capture_output=True, text=True, check=True).stdout
         fields = re.search(r"struct \w+_params \{(.*?)\};", text, re.DOTALL)[1].split(";")[:-1]
         declared = []
         for field in fields:

@@ -263,7 +263,7 @@ class GemmFoldPixels(OneFormatForward):
         p = config.problem
         if not pixels_on_m.serves(p, tile.itemsize, tile.multiprocessors):
             return None
-        # The same kind of items; windows are of one row, and other images fit the position blocks.
+        # The kernel has items of one kind: windows of a single row, or whole images that fit its position blocks.
         positions, windowed = tile.position_blocks * BLOCK_POSITIONS, tile.windows.per_image > 1
         if windowed != (p.in_pixels > _MOST_POSITIONS) or p.in_pixels > (p.input_size[1] if windowed else positions):
             return None
