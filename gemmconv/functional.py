@@ -70,15 +70,14 @@ def conv_transpose2d(
     """
     where, options = "conv_transpose2d", (algorithm, precision, workspace_limit)
     given = stride, padding, output_padding, groups, dilation, *options
-    are_plain = plain.are_torch_tensors(input, weight, bias)
     key = None
     # A repeated call: one of the same signature was prepared, and checked, before. ``key`` is the signature.
-    if are_plain and not torch.compiler.is_compiling() and (given_key := call_cache.arguments_key(given)) is not None:
+    if not torch.compiler.is_compiling() and (given_key := call_cache.arguments_key(given)) is not None:
         call, key = plain.find_call(input, weight, bias, given_key)
         if call is not None:
             return call(input, weight, bias)
     # Arrays of other libraries: this function again, on tensors that share their memory.
-    if not are_plain and arrays.are_foreign(input, weight, bias):
+    if key is None and arrays.are_foreign(input, weight, bias):
         named: Any = {"algorithm": algorithm, "precision": precision, "workspace_limit": workspace_limit}
         return arrays.call(conv_transpose2d, (input, weight, bias), *given[:5], **named)
     # Types and values. Whether shapes fit together is checked later, by the operator or when a call is prepared.

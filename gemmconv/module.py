@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from copy import deepcopy
 from functools import partial
+from operator import attrgetter
 from typing import Any, Literal
 
 import torch.fx
@@ -18,6 +19,11 @@ from gemmconv.ops import call_cache, followers, plain
 from gemmconv.selection import NAMES
 
 Sizes = int | tuple[int, ...]
+
+# The arguments of a call after its tensors, in the order of ops.schemas.Options.
+_attributes_of = attrgetter(
+    *("stride", "padding", "output_padding", "groups", "dilation", "algorithm", "precision", "workspace_limit")
+)
 
 
 class Layer(nn.Module):
@@ -87,10 +93,7 @@ class Layer(nn.Module):
 
         For a 1-D layer they are those of the same call in 2-D, with height 1. They are kept until an attribute changes.
         """
-        attributes: tuple[Any, ...] = (
-            *(self.stride, self.padding, self.output_padding, self.groups, self.dilation),
-            *(self.algorithm, self.precision, self.workspace_limit),
-        )
+        attributes: tuple[Any, ...] = _attributes_of(self)
         if (last := self._last_arguments) is None or last[0] != attributes:
             attributes = deepcopy(attributes)  # a list may be edited in place later
             arguments = attributes if self._axes > 1 else (*rank.of_height_1(*attributes[:5]), *attributes[5:])
@@ -120,7 +123,7 @@ class Layer(nn.Module):
         weight: Any = parameters["weight"] if "weight" in parameters else self.weight  # noqa: SIM401
         bias: Any = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401
         # A repeated call: a call of the same signature was prepared before.
-        if output_size is None and not compiling and plain.are_torch_tensors(input, weight, bias):
+        if output_size is None and not compiling:
             arguments_key = self._arguments_and_key()[1]
             call, key = (None, None) if arguments_key is None else plain.find_call(input, weight, bias, arguments_key)
             if call is not None:

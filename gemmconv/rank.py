@@ -135,16 +135,16 @@ def conv_transpose3d(
     """
     geometry = stride, padding, output_padding, groups, dilation
     options: Any = {"algorithm": algorithm, "precision": precision, "workspace_limit": workspace_limit}
-    if arrays.are_foreign(input, weight, bias):
-        return arrays.call(conv_transpose3d, (input, weight, bias), *geometry, **options)
     key = None
     # A repeated call: a call of the same signature was prepared before, and its checks were made then.
-    if plain.are_torch_tensors(input, weight, bias) and not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling():
         text = arguments_key((*geometry, *options.values()))
         call, key = (None, None) if text is None else plain.find_call(input, weight, bias, text)
         if call is not None:
             return call(input, weight, bias)
-        key = key if are_dense(input, weight, bias) else None
+        key = key if key is not None and are_dense(input, weight, bias) else None
+    if key is None and arrays.are_foreign(input, weight, bias):
+        return arrays.call(conv_transpose3d, (input, weight, bias), *geometry, **options)
     problem = _checked(3, input, weight, bias, geometry, options)
 
     def make() -> volumes.Call:

@@ -84,7 +84,6 @@ def asked(monkeypatch):
     monkeypatch.setattr(followers, "compile_backward_ahead", lambda *call: asked.append(("backward", *call[:2])))
     monkeypatch.setattr(pool, "submit", lambda work, urgent: work() if not urgent else None)
     monkeypatch.setattr(pool, "cores", lambda: 4)
-    monkeypatch.setattr(plain, "are_torch_tensors", lambda *_: True)
     monkeypatch.setattr(plain, "find_call", lambda *_: (None, "key"))
     monkeypatch.setattr(gemmconv.ConvTranspose2d, "_function", lambda *_, **__: "result")
     return asked

@@ -150,6 +150,16 @@ def test_tensors_without_data_are_not_known():
 
 
 @needs_the_extension
+@pytest.mark.parametrize("make", [keys.call_signature, keys._call_signature_in_python])
+def test_only_tensors_and_parameters_are_known(make):
+    assert make(Parameter(INPUT), WEIGHT, BIAS, b"a") is not None
+    for odd in (INPUT.as_subclass(type("Own", (torch.Tensor,), {})), INPUT.numpy(), [1.0], None):
+        assert make(odd, WEIGHT, BIAS, b"a") is None
+        assert make(INPUT, odd, BIAS, b"a") is None
+        assert odd is None or make(INPUT, WEIGHT, odd, b"a") is None
+
+
+@needs_the_extension
 def test_signatures_keep_no_memory():
     held = [INPUT, WEIGHT, BIAS, (asked := (True, True, True)), (said := b"unlike all others")]
 
@@ -179,7 +189,7 @@ def test_what_is_raised_while_a_signature_is_made_is_raised():
         parts |= {"has_autocast": lambda: True, "cast_to": lambda input: None} | changed
         modes, levels = (parts["mode"],), SimpleNamespace(_current_level=-1)
         states = parts["has_grad"], parts["has_autocast"], parts["cast_to"], (parts["precision"], ())
-        made = extension().Signatures(exchange_of_tensors(), modes, levels, *states, torch.Tensor)
+        made = extension().Signatures(exchange_of_tensors(), modes, levels, *states, (torch.Tensor, torch.nn.Parameter))
         return made.of_call(INPUT, WEIGHT, BIAS, b"a") if of_call else made.of_gradient(INPUT, INPUT, WEIGHT, (True,))
 
     assert make() is not None

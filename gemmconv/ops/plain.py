@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from gemmconv.dispatch import are_dense, in_a_mode
 from gemmconv.ops import call_cache
@@ -32,16 +31,12 @@ from gemmconv.ops.recording import Call, prepare_recording
 from gemmconv.ops.schemas import Arguments, Tensors, without_data
 from gemmconv.ops.signatures import call_signature
 
-_TENSOR_TYPES = (Tensor, Parameter)
-
-
-def are_torch_tensors(input: object, weight: object, bias: object) -> bool:
-    """Whether the input is torch's own tensor, of no subclass, and weight and bias are such tensors or parameters."""
-    return type(input) is Tensor and type(weight) in _TENSOR_TYPES and (bias is None or type(bias) in _TENSOR_TYPES)
-
 
 def find_call(input: Tensor, weight: Tensor, bias: Tensor | None, arguments_key: bytes) -> tuple[Call | None, Hashable]:
-    """The cached call for these tensors and arguments, if there is one, and their signature."""
+    """The cached call for these tensors and arguments, if there is one, and their signature.
+
+    What is no tensor, or one of a subclass of torch's, has no signature.
+    """
     try:
         key = call_signature(input, weight, bias, arguments_key)
     except RuntimeError:  # a tensor without strides, such as a sparse one

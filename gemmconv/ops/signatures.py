@@ -16,6 +16,7 @@ from gemmconv.ops.autocast import is_autocasting
 from gemmconv.ops.autograd import Needs
 from gemmconv.ops.call_cache import tensor_signature
 
+_TENSOR_TYPES = {Tensor, Parameter}
 _keys_of = torch._C._dispatch_keys
 _precision = torch._C._get_fp32_precision_getter  # the property of torch.backends takes a microsecond more
 _has_grad, _has_autocast = torch.is_grad_enabled, torch._C._is_any_autocast_enabled
@@ -23,11 +24,12 @@ _has_autocast_cache, _is_inference = torch.is_autocast_cache_enabled, torch.is_i
 
 
 def _call_signature_in_python(input: Tensor, weight: Tensor, bias: Tensor | None, arguments_key: bytes) -> Hashable:
-    """The signature of a call on torch's own tensors; None in a mode that the dispatcher serves.
+    """The signature of a call on torch's own tensors and parameters, of no subclass; else None, as in a mode.
 
     csrc/signature.c does this faster. Raises RuntimeError where a tensor has no strides.
     """
-    if in_a_mode():
+    kinds = {type(input), type(weight), Tensor if bias is None else type(bias)}
+    if not kinds <= _TENSOR_TYPES or in_a_mode():
         return None
     cast_to = (_autocast_state(input), _cast_caching(weight), _cast_caching(bias)) if _has_autocast() else None
     dtype, of_bias, tracked = input.dtype, None, None
@@ -75,7 +77,7 @@ def _signatures() -> tuple[Callable[..., Hashable], Callable[..., Hashable]]:
     if in_c is None or exchange is None:
         return _call_signature_in_python, _gradient_signature_in_python
     torchs = MODES, forward_ad, _has_grad, _has_autocast, _autocast_state, (_precision, ("cuda", "conv"))
-    made = in_c.Signatures(exchange, *torchs, Tensor)
+    made = in_c.Signatures(exchange, *torchs, (Tensor, Parameter))
     return made.of_call, made.of_gradient
 
 
