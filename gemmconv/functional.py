@@ -15,14 +15,15 @@ from torch import Tensor
 from gemmconv import arrays, ops, validation
 from gemmconv.algorithms import fold
 from gemmconv.dispatch import is_exporting, is_exporting_to_onnx, tensors_need_torch, transforms_need_torch
-from gemmconv.kernels.base import Precision
-from gemmconv.kernels.columns.cpu import is_few_outputs
+from gemmconv.kernels.base import Precision, why_no_kernels
 from gemmconv.ops import call_cache, plain
 from gemmconv.ops import compiled as compiled  # registers the operators' lowerings for torch.compile
 from gemmconv.ops.schemas import Window, col2im_problem, im2col_problem
 from gemmconv.selection import NAMES, rounds_as_asked
 
 IntOrPair = int | Sequence[int]
+# Input channels for each output channel from which on oneDNN is slow on a CPU, since it vectorises over outputs.
+_INPUTS_OF_AN_OUTPUT = 24
 
 
 def conv_transpose2d(
@@ -107,7 +108,7 @@ def conv_transpose2d(
     #      "auto" or "native" with torch's own precision, under      torch's operator, since there are rules for it, and
     #      a transform such as vmap or with a wrapper subclass       none for ours
     #   6. any other call                                            our operator, by torch's dispatcher
-    if input.is_cpu and not is_eager and _is_left_to_torch_on_the_cpu(weight, groups, algorithm):  # 1
+    if input.is_cpu and not is_eager and _is_left_to_torch_on_the_cpu(input, weight, groups, algorithm):  # 1
         return ops.checked_torch_conv_transpose2d(input, weight, bias, *geometry)
     if input.is_complex() and algorithm in ("auto", "native"):  # 2
         return torch.conv_transpose2d(input, weight, bias, *geometry)
@@ -131,17 +132,21 @@ def conv_transpose2d(
     return ops.conv_transpose2d(input, weight, bias, *arguments)
 
 
-def _is_left_to_torch_on_the_cpu(weight: Tensor, groups: int, algorithm: str) -> bool:
+def _is_left_to_torch_on_the_cpu(input: Tensor, weight: Tensor, groups: int, algorithm: str) -> bool:
     """Whether torch's operator serves a call on the CPU that is traced, compiled or of a subclass.
 
-    It does for ``"native"``, and for ``"auto"`` unless there are few output channels, where gemm_col2im is faster. It
-    does not under torch.export, whose graph may be moved to a GPU.
+    It does for ``"native"``, and for ``"auto"`` unless there are few output channels: forward passes of such layers are
+    often faster by ``fused``, if the C extension is there. It does not under torch.export, whose graph may be moved to
+    a GPU.
     """
     if is_exporting():
         return False
+    if algorithm != "auto":
+        return algorithm == "native"
+    if why_no_kernels(input.device) is not None:
+        return True
     # A weight with too few axes goes to torch's operator too, whose check of shapes raises.
-    has_few_outputs = groups == 1 and weight.dim() > 1 and is_few_outputs(weight.shape[0], weight.shape[1])
-    return algorithm == "native" or (algorithm == "auto" and not has_few_outputs)
+    return groups > 1 or weight.dim() < 2 or weight.shape[0] < _INPUTS_OF_AN_OUTPUT * weight.shape[1]
 
 
 def im2col(

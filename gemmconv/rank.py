@@ -39,7 +39,6 @@ from gemmconv.dispatch import (
 from gemmconv.functional import conv_transpose2d
 from gemmconv.geometry import Problem, phases_of
 from gemmconv.kernels.base import Pass, Precision, why_no_kernels
-from gemmconv.kernels.cpu.library import isa_name
 from gemmconv.ops import plain, volumes
 from gemmconv.ops.autocast import current_dtype
 from gemmconv.ops.call_cache import arguments_key, find_or_make
@@ -183,8 +182,7 @@ def choose_way(volume: Volume, direction: Pass = "forward", spec: DeviceSpec | N
     config = volume.config(spec)
     if (entry := tuned.entry_of(config, direction)) is not None:
         return cast(Way, entry.algorithms[0])
-    has_kernels = isa_name() is not None if volume.device.type == "cpu" else why_no_kernels(volume.device) is None
-    if spec is None and not has_kernels:
+    if spec is None and why_no_kernels(volume.device) is not None:
         return "torch"
     return way_of(volume, direction, config.spec.is_hopper)
 

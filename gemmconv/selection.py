@@ -6,7 +6,7 @@
     Hopper      estimates                 the shortest estimated wait, of device and host
     other GPUs  _first_on_other_gpus      torch's operator, unless ours is clearly faster
     CPU         _order_on_cpu             a rule that was fitted to measured rows
-    CPU, no C   preference, at its end    torch's operator; forward, gemm_col2im for few outputs
+    CPU, no C   preference, at its end    torch's operator
 
 An algorithm that is named computes all passes that it can; a gradient that it cannot compute goes to gemm_col2im. Named
 or not, an algorithm computes a gradient only if it passes two checks: ``why_not(config, direction)``, for the gradient,
@@ -26,7 +26,6 @@ from gemmconv.algorithms import ALGORITHMS, Algorithm, Config
 from gemmconv.device import MEASURED, DeviceSpec, spec_of
 from gemmconv.geometry import Problem
 from gemmconv.kernels.base import DEFAULT_WORKSPACE_LIMIT, Direction, Precision, missing_software
-from gemmconv.kernels.columns.cpu import is_faster_than_torch
 from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.cpu import estimate
 from gemmconv.kernels.cpu.library import isa_name
@@ -141,11 +140,8 @@ def preference(config: Config, direction: Direction = "forward") -> Sequence[tup
         return [(first, why), *(one for one in reasons if one[0] is not first)]
     if config.device.type == "cpu" and (isa := isa_name()) is not None:
         return _order_on_cpu(config, direction, isa)
-    if direction == "forward" and is_faster_than_torch(config):
-        first, why = _GEMM_COL2IM, "first on the CPU for few output channels"
-    else:
-        first, why = NATIVE, f"first on {config.device.type}"
-    return [(first, why), *((one, "comes later") for one in ALGORITHMS if one is not first)]
+    others = [(one, "comes later") for one in ALGORITHMS if one is not NATIVE]
+    return [(NATIVE, f"first on {config.device.type}"), *others]
 
 
 def _first_on_other_gpus(config: Config, direction: Direction) -> tuple[Algorithm, str]:

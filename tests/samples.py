@@ -19,7 +19,7 @@ from tests.cases import Case
 
 DEVICES = ["cpu", *([pytest.param("cuda", marks=pytest.mark.gpu)] if torch.cuda.is_available() else [])]
 Arrange = Callable[[torch.Tensor], torch.Tensor]
-REFUSED_ON_A_CPU = () if isa_name() else ("direct", "fused")  # for want of the extension in C
+REFUSED_ON_A_CPU = () if isa_name() else ("direct", "fused", "gemm_col2im")  # for want of the extension in C
 
 
 @dataclass(frozen=True)

@@ -153,37 +153,20 @@ def test_conv_transpose2d_matches_float64_in_every_instruction_set(isa):
     assert in_process("check_layers(range(100, 112)); print(library.isa_name())", GEMMCONV_CPU=isa) == f"{isa}\n"
 
 
-def test_gemm_col2im_matches_float64_without_the_extension():
-    """Torch's fold and unfold replace its kernels, here in chunks of images and of rows."""
-    code = """
-gemmconv.conv_transpose2d = partial(gemmconv.conv_transpose2d, workspace_limit=8192)
-for seed in range(200, 212):
-    torch.manual_seed(seed)
-    trial = Trial(random_case(random.Random(seed)), bias=seed % 3 > 0)
-    for dtype in TYPES:
-        trial.check("gemm_col2im", dtype)
-"""
-    in_process(code, GEMMCONV_EXECUTOR="python")
-
-
-@pytest.mark.parametrize("executor", ["c", "python"])
-def test_gemm_col2im_sums_in_float32_under_autocast(executor):
+def test_gemm_col2im_sums_in_float32_under_autocast():
     """Columns of 25 x 25 taps in bfloat16 would have 0.1 of error; so have gradients, called inside of autocast."""
-    code = """
-x, w = torch.randn(2, 96, 20, 30), torch.randn(96, 2, 25, 25) / 60
-with torch.autocast("cpu", torch.bfloat16):
-    output = gemmconv.conv_transpose2d(x, w, algorithm="gemm_col2im")
-exact = torch.nn.functional.conv_transpose2d(x.bfloat16().double(), w.bfloat16().double())
-print(float((output - exact).abs().max() / exact.abs().max()) < 2**-8)
-x.requires_grad_(), w.requires_grad_()
-output = gemmconv.conv_transpose2d(x, w, algorithm="gemm_col2im")
-with torch.autocast("cpu", torch.bfloat16):
-    found = torch.autograd.grad(output.sum(), (x, w))
-wide = x.detach().double().requires_grad_(), w.detach().double().requires_grad_()
-expected = torch.autograd.grad(torch.nn.functional.conv_transpose2d(*wide).sum(), wide)
-print(all(float((a - b).abs().max() / b.abs().max()) < 1e-5 for a, b in zip(found, expected)))
-"""
-    assert in_process(code, GEMMCONV_EXECUTOR=executor) == "True\nTrue\n"
+    x, w = torch.randn(2, 96, 20, 30), torch.randn(96, 2, 25, 25) / 60
+    with torch.autocast("cpu", torch.bfloat16):
+        output = gemmconv.conv_transpose2d(x, w, algorithm="gemm_col2im")
+    exact = torchs(x.bfloat16().double(), w.bfloat16().double())
+    assert (output - exact).abs().max() / exact.abs().max() < 2**-8
+    leaves = [one.requires_grad_() for one in (x, w)]
+    output = gemmconv.conv_transpose2d(*leaves, algorithm="gemm_col2im")
+    with torch.autocast("cpu", torch.bfloat16):
+        found = torch.autograd.grad(output.sum(), leaves)
+    wide = [one.detach().double().requires_grad_() for one in leaves]
+    expected = torch.autograd.grad(torchs(*wide).sum(), wide)
+    assert all((a - b).abs().max() / b.abs().max() < 1e-5 for a, b in zip(found, expected, strict=True))
 
 
 @by_pass
@@ -391,20 +374,41 @@ def test_conv_transpose2d_sees_a_changed_weight_and_forgets_the_old_one(change):
     assert number not in implicit_product._packed
 
 
-def test_conv_transpose2d_without_the_extension_is_torchs_and_says_so():
-    code = """
-problem = gemmconv.Problem(1, 4, 4, 1, (5, 5), (3, 3))
-tensors = torch.ones(problem.input_shape), torch.ones(problem.weight_shape)
-assert torch.equal(gemmconv.conv_transpose2d(*tensors), torchs(*tensors))
-print(gemmconv.explain(problem))
-with pytest.raises(NotImplementedError) as raised:
-    gemmconv.conv_transpose2d(*tensors, algorithm="fused")
-print(raised.value)
-"""
-    text = in_process(code, GEMMCONV_EXECUTOR="python")
-    assert text.count("needs the extension in C") >= 3  # direct and fused in the report, and the error
-    assert re.search(r"chosen +native", text)
-    assert re.search(r"^conv_transpose2d: fused: .*the extension in C", text, re.MULTILINE)
+def targets_in_a_graph(*tensors):
+    """Check a compiled call, and return what its graph calls."""
+    graphs = []
+    call = torch.compile(gemmconv.conv_transpose2d, backend=lambda graph, _: graphs.append(graph) or graph)
+    torch.testing.assert_close(call(*tensors), torchs(*tensors))
+    return [node.target for node in graphs[0].graph.nodes]
+
+
+def check_left_to_torch(problem) -> None:
+    """Check that auto, eager and in a graph, is torch's operator, and that what else is named says why it is not."""
+    tensors, call = (torch.randn(problem.input_shape), torch.randn(problem.weight_shape)), gemmconv.conv_transpose2d
+    assert torch.equal(call(*tensors), torchs(*tensors))
+    assert torch.conv_transpose2d in targets_in_a_graph(*tensors)
+    report = gemmconv.explain(problem)
+    assert (report.algorithm, report.gradients) == ("native", ("native", "native"))
+    for name in ALGORITHMS:
+        reason = "it needs the extension in C, which is not there; install gemmconv where there is a C compiler"
+        assert report.reasons[name] == f"cannot serve it: {reason}"
+        with pytest.raises(NotImplementedError) as raised:
+            call(*tensors, algorithm=name)
+        assert str(raised.value) == f'conv_transpose2d: {name}: {reason}; or use algorithm="auto"'
+
+
+@pytest.mark.parametrize("out_channels", [1, 48])
+def test_conv_transpose2d_without_the_extension_is_torchs_and_says_so(out_channels):
+    problem = gemmconv.Problem(2, 48, out_channels, 1, (64, 64), (3, 3))
+    in_process(f"check_left_to_torch(gemmconv.{problem})", GEMMCONV_EXECUTOR="python")
+
+
+@pytest.mark.parametrize(("out_channels", "is_ours"), [(2, True), (3, False)])
+def test_a_graph_of_few_outputs_has_our_operator(out_channels, is_ours):
+    """By fused its forward pass may be faster than torch's."""
+    targets = targets_in_a_graph(torch.randn(1, 48, 5, 5), torch.randn(48, out_channels, 3, 3))
+    assert (torch.ops.gemmconv.conv_transpose2d.default in targets) == is_ours
+    assert (torch.conv_transpose2d in targets) != is_ours
 
 
 def test_isa_name_refuses_an_unknown_instruction_set(monkeypatch):

@@ -17,6 +17,7 @@ from gemmconv.kernels.base import Config
 from gemmconv.ops import call_cache
 from gemmconv.pairs import Gradients, choose_pair
 from gemmconv.selection import choose
+from tests.samples import REFUSED_ON_A_CPU
 
 LAYER = Problem(2, 8, 4, 1, (6, 5), (3, 3), (2, 2), (1, 1))
 CONFIG = Config(LAYER, torch.float32, torch.device("cpu"))
@@ -24,6 +25,7 @@ ENTRY = tuned.Entry(
     tuned.key_of(CONFIG, "forward"), (2, 6, 5), ("gemm_col2im",), "gemm_col2im", "", {}, {"native": 2.0}
 )
 ON_GPU = replace(CONFIG, device=torch.device("cuda", 0))
+takes_entry = pytest.mark.skipif("gemm_col2im" in REFUSED_ON_A_CPU, reason="it needs the extension in C")
 
 
 @pytest.fixture(autouse=True)
@@ -119,6 +121,7 @@ def test_inference_alone_is_measured_without_gradients(tmp_path):
     assert gemmconv.tune(layer(), torch.randn(0, 8, 6, 5), path=tmp_path / "tuned.json") == []  # nothing to measure
 
 
+@takes_entry
 def test_a_file_ships_and_merges(tmp_path):
     path, other = tmp_path / "deep" / "tuned.json", replace(ENTRY, size=(4, 6, 5))
     tuned.write(path, [ENTRY])
@@ -154,6 +157,7 @@ def test_an_entry_is_for_its_layer_type_format_and_device(other):
     assert choose(CONFIG, "native", "").name == "native"  # who names an algorithm gets it
 
 
+@takes_entry
 def test_calls_prepared_before_take_the_new_choice(monkeypatch):
     used: list[str] = []
     prepare = gemm_col2im.GemmCol2im.prepare

@@ -76,11 +76,11 @@ class GemmCol2im(AlgorithmOfOne):
         return (_chunks(config, direction),)
 
     def workspace_bytes(self, config: Config, direction: Pass, tile: object = None) -> int:
-        p, chunks, in_c = config.problem, _chunks(config, direction), cpu.is_in_c(config)
-        if direction == "forward" and in_c:
+        p, chunks, on_cpu = config.problem, _chunks(config, direction), config.device.type == "cpu"
+        if direction == "forward" and on_cpu:
             return cpu.ring_of(config).bytes
         columns = _column_elements(p, chunks) * cpu.dtype_of_columns(config, direction).itemsize
-        if direction == "input_grad" and in_c:  # the product, before it goes to its rows
+        if direction == "input_grad" and on_cpu:  # the product, before it goes to its rows
             columns += columns * p.gemm_k // max(1, p.gemm_m)
         return columns + _partials(config, direction, chunks) * _partial_bytes(config)
 
@@ -90,7 +90,7 @@ class GemmCol2im(AlgorithmOfOne):
         In channels_last, transposes of tensors that are folded or unfolded are added. Both gradients at once take the
         weight gradient's chunks, which are more, and a second product of the columns of each.
         """
-        if cpu.is_in_c(config):
+        if config.device.type == "cpu":
             return math.inf if direction == "grads" else estimate.COLUMNS * estimate.fused_seconds(config, direction)
         return _seconds(config, direction)
 
@@ -98,9 +98,11 @@ class GemmCol2im(AlgorithmOfOne):
         if config.device.type == "cuda":
             return self.program(config, direction).prepare(config.device)
         self._warn_if_over_limit(config, direction)
+        if direction == "forward":
+            return cpu.prepare_forward(config)
         chunks = _chunks(config, direction)
         elements, slots = _column_elements(config.problem, chunks), _partials(config, direction, chunks)
-        return cpu.prepare(config, direction, chunks, elements, slots)
+        return cpu.prepare_gradients(config, direction, chunks, elements, slots)
 
     def program(self, config: Config, direction: Pass, tile: object = None) -> Program:
         self._warn_if_over_limit(config, direction)
@@ -232,7 +234,7 @@ def _chunks(config: Config, direction: Pass) -> Chunking:
     p, itemsize, limit = config.problem, cpu.dtype_of_columns(config, direction).itemsize, config.workspace_limit
     if direction == "forward":
         return forward_chunks(p, itemsize, limit)
-    if cpu.is_in_c(config):
+    if config.device.type == "cpu":
         if direction == "input_grad":
             return backward_chunks(p, itemsize, min(limit, cpu.CACHED_BYTES) * p.gemm_m // (p.gemm_m + p.gemm_k))
         partial = max(1, _partial_bytes(config))

@@ -16,6 +16,7 @@ import torch
 from gemmconv.device import AMPERE, REFERENCE, DeviceSpec, spec_of
 from gemmconv.geometry import Problem
 from gemmconv.hashing import hashed_once
+from gemmconv.kernels.cpu.library import isa_name
 from gemmconv.kernels.macros import ELEMENT_TYPES, why_not_dtype
 from gemmconv.runtime.available import what_is_missing
 
@@ -247,12 +248,20 @@ def tile_fields(tile: Any) -> dict[str, Any]:
 
 
 def why_no_kernels(device: torch.device, spec: DeviceSpec | None = None) -> str | None:
-    """Why kernels cannot run on a CUDA device: capability below 8.0, or :func:`missing_software`."""
+    """Why our kernels cannot run on a CPU or a CUDA device, as a clause; None where they can, and for other devices.
+
+    A CPU may lack the C extension. A CUDA device may have a capability below 8.0, or :func:`missing_software`.
+    """
+    if device.type == "cpu" and isa_name() is None:
+        return "it needs the extension in C, which is not there; install gemmconv where there is a C compiler"
     if device.type != "cuda":
         return None
     if (capability := (spec or spec_of(device)).capability) < AMPERE:
         return f"the device must have compute capability 8.0 or more, got {capability[0]}.{capability[1]}"
     return missing_software(device)
+
+
+why_no_kernels._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compile cannot trace it
 
 
 @functools.cache

@@ -1,66 +1,28 @@
 """``gemm_col2im`` on the CPU: torch's product, and the fold and the unfold of csrc/cpu/columns.h.
 
 A forward pass writes the columns of some rows of an image at a time to a ring of rows that stays in the cache: rows
-that later outputs read are still there when the next rows are multiplied. Without the C extension, torch's fold and
-unfold replace its kernels, in the chunks that a GPU takes.
+that later outputs read are still there when the next rows are multiplied.
 """
 
 from __future__ import annotations
 
 import ctypes
 import math
-import platform
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 from gemmconv.geometry import Problem
 from gemmconv.kernels.base import Config, Pass, accumulator_dtype, strides_of, with_strides
-from gemmconv.kernels.columns.chunking import Chunk, Chunking, Span
+from gemmconv.kernels.columns.chunking import Chunk, Chunking
 from gemmconv.kernels.cpu.direct import layer_of
-from gemmconv.kernels.cpu.library import address, integers, isa_name, kernels_for
+from gemmconv.kernels.cpu.library import address, integers, kernels_for
 from gemmconv.kernels.integers import up_to_multiple
-
-# Limits of the rule below, fitted to 290 layers with 1 to 8 output channels on two cores of an x86 CPU, with a fold of
-# our own. With torch's fold, layers within them are 0.9 to 6.5 times as fast as with torch's operator (oneDNN 3.11).
-_INPUTS_OF_AN_OUTPUT, _VALUES_OF_A_THREAD = 24, 4096
 
 CACHED_BYTES = 4 << 20  # bytes of columns that the C kernels fold at once: what two to four cores' L2 caches hold
 
 _mm = torch.mm  # bound before ptflops replaces it, which would count a layer's products beside the layer
-
-
-def is_few_outputs(in_channels: int, out_channels: int) -> bool:
-    """Whether a layer has so few output channels that oneDNN, which vectorises over them, is slow."""
-    return in_channels >= _INPUTS_OF_AN_OUTPUT * out_channels
-
-
-def is_faster_than_torch(config: Config) -> bool:
-    """Whether a forward pass is faster as columns than by torch's operator.
-
-    It is if oneDNN is slow, in float32 and NCHW, and there is enough work: at least 4096 of the
-    ``N * C_out * H_in * W_in`` values of a tap for each thread. Gradients never are.
-    """
-    p = config.problem
-    values = p.batch * p.out_channels * p.in_pixels
-    return (
-        config.device.type == "cpu"
-        and config.dtype == torch.float32
-        and config.memory_format is torch.contiguous_format
-        and p.groups == 1
-        and is_few_outputs(p.in_channels, p.out_channels)
-        and values >= _VALUES_OF_A_THREAD * max(2, torch.get_num_threads())
-        and platform.machine() in ("x86_64", "AMD64")
-        and torch.backends.mkldnn.is_available()
-        and bool(torch.backends.mkldnn.enabled)
-    )
-
-
-def is_in_c(config: Config) -> bool:
-    """Whether the C kernels for a CPU fold and unfold the columns, in a buffer that fits the cache."""
-    return config.device.type == "cpu" and isa_name() is not None
 
 
 def dtype_of_columns(config: Config, direction: Pass) -> torch.dtype:
@@ -94,7 +56,7 @@ def ring_of(config: Config) -> Ring:
     return next((ring for ring in rings if ring.rows <= fitting), Ring(1, halo + 1, row_bytes))
 
 
-def _prepare_forward_in_c(config: Config) -> Callable[..., torch.Tensor]:
+def prepare_forward(config: Config) -> Callable[..., torch.Tensor]:
     """Prepare a forward pass: products into a ring of rows; an output row is folded once its columns are there."""
     p, ring, kernels, wide = config.problem, ring_of(config), kernels_for(config.dtype), accumulator_dtype(config.dtype)
     (height, width), (stride, _), (padding, _) = p.input_size, p.stride, p.padding
@@ -130,49 +92,16 @@ def _prepare_forward_in_c(config: Config) -> Callable[..., torch.Tensor]:
     return forward
 
 
-def _prepare_forward(config: Config, chunks: Chunking) -> Callable[..., torch.Tensor]:
-    """Prepare a forward pass without the C extension.
-
-    Columns are folded into the whole area that they reach, including padding; a chunk's outputs are cut from that.
-    """
-    p, wide = config.problem, accumulator_dtype(config.dtype)
-
-    @torch.autocast("cpu", enabled=False)  # columns would have its dtype
-    def forward(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        output, input, weights = input.new_empty(p.output_shape), input.contiguous(), _weights(p, weight, wide)
-        for chunk in chunks:
-            target = output[slice(*chunk.images), :, slice(*chunk.out_rows)]
-            columns = weights.mT @ _pixels(p, input, chunk, wide)
-            if columns.numel():
-                (top, bottom), (left, right) = _area(p, chunk)
-                size, (first, last) = (bottom - top, right - left), chunk.out_rows
-                sums = F.fold(columns.flatten(1, 2), size, p.kernel_size, p.dilation, stride=p.stride)
-                sums = _window(sums, (first - top, last - top), (-left, p.output_size[1] - left))
-            else:
-                sums = target.new_zeros(target.shape, dtype=wide)
-            if bias is not None:
-                sums += bias.to(wide).view(-1, 1, 1)
-            target.copy_(sums)
-            del columns, sums  # before the next chunk's are made
-        return with_strides(output, strides_of(p.output_shape, config.memory_format))
-
-    return forward
-
-
-def prepare(config: Config, direction: Pass, chunks: Chunking, elements: int, slots: int) -> Callable[..., Any]:
-    """Prepare a pass in chunks; ``elements`` is the size of the columns, ``slots`` the number of partial sums."""
-    if direction == "forward":
-        return _prepare_forward_in_c(config) if is_in_c(config) else _prepare_forward(config, chunks)
-    p, wide = config.problem, accumulator_dtype(config.dtype)
-    kernels = kernels_for(config.dtype) if is_in_c(config) else None
+def prepare_gradients(
+    config: Config, direction: Pass, chunks: Chunking, elements: int, slots: int
+) -> Callable[..., Any]:
+    """Prepare gradients in chunks; ``elements`` is the size of the columns, ``slots`` the number of partial sums."""
+    p, wide, kernels = config.problem, accumulator_dtype(config.dtype), kernels_for(config.dtype)
     layer = layer_of(config, config.dtype, in_groups=False)
 
     def columns_of(grad_output: torch.Tensor, chunk: Chunk, buffer: torch.Tensor) -> torch.Tensor:
         images, pixels = grad_output[slice(*chunk.images)], chunk.rows * p.input_size[1]
         shape = chunk.count, p.groups, p.gemm_m, pixels
-        if kernels is None:
-            images = _window(images, *_area(p, chunk)).to(wide)
-            return F.unfold(images, p.kernel_size, p.dilation, stride=p.stride).view(shape)
         columns, rows = buffer[: math.prod(shape)].view(shape), integers(chunk.in_rows)
         for image, of_image in zip(images, columns, strict=True):
             kernels.im2col(
@@ -183,10 +112,11 @@ def prepare(config: Config, direction: Pass, chunks: Chunking, elements: int, sl
 
     @torch.autocast("cpu", enabled=False)
     def gradients(grad_output: torch.Tensor, input: torch.Tensor | None, weight: torch.Tensor | None) -> Any:
-        grad_output, buffer = grad_output.contiguous(), grad_output.new_empty(elements if kernels else 0, dtype=wide)
+        grad_output, buffer = grad_output.contiguous(), grad_output.new_empty(elements, dtype=wide)
         grad_input = grad_weight = None
         if weight is not None:
-            weights, grad_input = _weights(p, weight, wide), grad_output.new_empty(p.input_shape)
+            weights = weight.contiguous().to(wide).view(p.groups, p.gemm_k, p.gemm_m)
+            grad_input = grad_output.new_empty(p.input_shape)
         if input is not None:
             input, partials = input.contiguous(), grad_output.new_zeros((slots, *p.weight_shape), dtype=wide)
         for chunk in chunks:
@@ -211,30 +141,6 @@ def prepare(config: Config, direction: Pass, chunks: Chunking, elements: int, sl
     return gradients
 
 
-def _weights(p: Problem, weight: torch.Tensor, wide: torch.dtype) -> torch.Tensor:  # [groups, K, M]
-    return weight.contiguous().to(wide).view(p.groups, p.gemm_k, p.gemm_m)
-
-
 def _pixels(p: Problem, input: torch.Tensor, chunk: Chunk, wide: torch.dtype) -> torch.Tensor:  # [images, groups, K, P]
     rows = input[slice(*chunk.images), :, slice(*chunk.in_rows)]
     return rows.reshape(chunk.count, p.groups, p.gemm_k, chunk.rows * p.input_size[1]).to(wide)
-
-
-def _area(p: Problem, chunk: Chunk) -> tuple[Span, Span]:
-    """Rows and columns of the output that a chunk's columns reach, including padding."""
-    spans = chunk.in_rows, (0, p.input_size[1])
-    of_axes = zip(spans, p.kernel_size, p.stride, p.padding, p.dilation, strict=True)
-    rows, columns = (
-        (first * stride - padding, (last - 1) * stride - padding + dilation * (kernel - 1) + 1)
-        for (first, last), kernel, stride, padding, dilation in of_axes
-    )
-    return rows, columns
-
-
-def _window(images: torch.Tensor, rows: Span, columns: Span) -> torch.Tensor:
-    """Rows and columns of images, with zeros where an image has none."""
-    (top, bottom), (left, right) = rows, columns
-    held = images[..., max(0, top) : max(0, bottom), max(0, left) : max(0, right)]
-    above, before = min(max(0, -top), bottom - top), min(max(0, -left), right - left)
-    below, behind = bottom - top - above - held.shape[-2], right - left - before - held.shape[-1]
-    return F.pad(held, (before, behind, above, below))

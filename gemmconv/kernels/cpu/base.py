@@ -33,11 +33,6 @@ class CpuKernel(Kernel):
     def program(self, config: Config, direction: Pass, tile: Any) -> None:
         """None: it runs on the CPU."""
 
-    def why_not_device(self, config: Config) -> str | None:
-        if isa_name() is None:
-            return "it needs the extension in C, which is not there; install gemmconv where there is a C compiler"
-        return None
-
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor if it is contiguous in NCHW or channels_last, else a copy in NCHW."""
