@@ -104,9 +104,9 @@ def conv_transpose2d(
     #   2. complex tensors                                           torch's operator, by real and imaginary parts
     #   3. eager, and torch's operator is chosen                     torch's operator, called directly: least host time
     #   4. it has a key, and its tensors are ordinary dense ones     a prepared call, which bypasses the dispatcher
-    #   5. an export to ONNX                                         torch's operator, since exports know no other
-    #      "auto" or "native" with torch's own precision, under      torch's operator, since there are rules for it, and
-    #      a transform such as vmap or with a wrapper subclass       none for ours
+    #   5a. an export to ONNX                                        torch's operator, since exports know no other
+    #   5b. "auto" or "native" with torch's own precision, under     torch's operator, since there are rules for it, and
+    #       a transform such as vmap or with a wrapper subclass      none for ours
     #   6. any other call                                            our operator, by torch's dispatcher
     if input.is_cpu and not is_eager and _is_left_to_torch_on_the_cpu(input, weight, groups, algorithm):  # 1
         return ops.checked_torch_conv_transpose2d(input, weight, bias, *geometry)
@@ -121,7 +121,7 @@ def conv_transpose2d(
         call = call_cache.find_or_make(key, lambda: plain.prepare(input, weight, bias, arguments))
         if call is not None:
             return call(input, weight, bias)
-    if is_exporting_to_onnx() or (  # 5
+    if is_exporting_to_onnx() or (  # 5a, 5b
         algorithm in ("auto", "native")
         and (transforms_need_torch() or tensors_need_torch(input, weight, bias))
         and rounds_as_asked(input.dtype, input.device, precision)

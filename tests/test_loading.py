@@ -281,12 +281,12 @@ def test_recorded_calls_compile_ahead_and_others_do_not(on_gpu, monkeypatch):
     monkeypatch.setattr(recording, "compile_backward_ahead", lambda *call: asked.append(call))
     monkeypatch.setattr(recording, "prepare_call", lambda *_: lambda *_: None)
     tensors = tuple(on_gpu())
-    recording.prepare_recording(tensors, OPTIONS)
+    recording.prepare_with_autograd(tensors, OPTIONS)
     assert asked == [(tensors, OPTIONS, None)]
     with torch.no_grad():
-        recording.prepare_recording(tensors, OPTIONS)
-    recording.prepare_recording(tuple(on_gpu(grads=(0, 0, 0))), OPTIONS)
-    recording.prepare_recording(tuple(torch.zeros(one.shape, requires_grad=True) for one in tensors), OPTIONS)
+        recording.prepare_with_autograd(tensors, OPTIONS)
+    recording.prepare_with_autograd(tuple(on_gpu(grads=(0, 0, 0))), OPTIONS)
+    recording.prepare_with_autograd(tuple(torch.zeros(one.shape, requires_grad=True) for one in tensors), OPTIONS)
     assert len(asked) == 1
 
 

@@ -1,12 +1,9 @@
-/* col2im: fold the columns of a GEMM into the output of a transposed convolution. Gather form: no atomics, one order.
+/* col2im: add up the columns of a GEMM, so that they become the output of a transposed convolution.
  *
  *   columns [planes, K_H, K_W, in_rows, W_in] -> output [planes, H_out, W_out],  a plane is a channel of an image
  *
- * Volumes have a depth before the height: [planes, K_D, K_H, K_W, in_rows, W_in] -> [planes, D_out, H_out, W_out], where
- * rows are those of all slices, one slice after the other.
- *
- * The GEMM leaves, for every input pixel and every tap, the value that the pixel sends to an output through that tap.
- * col2im adds up what arrives at each output (and its bias). On each axis, input i and tap k meet at output o:
+ * The GEMM leaves, for every input pixel and every tap, the value that the pixel sends to one output through that tap.
+ * An output is its bias plus all that arrives there. On each axis, input i and tap k meet at output o:
  *
  *   scatter  o = i*S - P + k*D
  *   gather   i = (o + P - k*D) / S, taken iff S divides it and 0 <= i < extent
@@ -14,22 +11,31 @@
  *   S=2 P=1 K=3 D=1, o=3:  k=0 -> i=2;  k=1 -> no;  k=2 -> i=1
  *   S=5 P=1 K=3 D=2, o=2:  3, 1, -1 are no multiples of 5: no tap at all, the output is the bias
  *
- * Outputs with the same residue (o + P) mod S read the same taps. A thread owns a cell: here
- * CELL_ROWS x CELL_W outputs. With CELL_W = STRIDE_W that is one output of every residue across a row:
- * outputs j*S .. j*S + S-1 read inputs near j, so a warp reads each tap's row at consecutive addresses, and which taps
- * an output of the cell has is known when compiling: position_w below depends on s alone. For strides too wide for that,
- * CELL_W = 1 and the residue across a row is found at run time, as that down the rows always is. Either way every value
- * of the columns is read at most once.
+ * This kernel gathers: one thread adds up all of an output, so there are no atomics and the order is always the same.
+ * Every value of the columns is read at most once. Outputs of one phase, o mod S, have the same taps.
  *
- * A thread of the first case (S=2 P=1 K=3 D=1 on both axes, 4 inputs a row), j=1, at output row 3, so outputs 2 and 3:
- *   down the rows   position 4: first_kh = 0, taps 0 and 2, which read input rows 2 and 1
- *   s=0, output 2   position_w 1: first_kw = 1, the only tap, shift 0: input origin + 0 = 1
- *   s=1, output 3   position_w 2: first_kw = 0, taps 0 and 2, shifts 1 and 0: inputs 2 and 1
- * A launch folds the output rows [out_row_begin, out_row_begin + out_rows) from columns that hold the input rows
- * [in_row_begin, in_row_begin + in_rows), which must be all that those outputs read.
+ * A thread has a rectangle of outputs, RECT_ROWS x RECT_W. The j-th rectangle of a row begins at output j * RECT_W.
+ *   RECT_W = STRIDE_W  One output of each phase. They read inputs near j, so a warp reads neighbouring addresses. The
+ *                      taps of the s-th output, and how far from j it reads (its shift), are known when compiling.
+ *   RECT_W = 1         For wide strides, whose sums take too many registers. The taps across are found at run time.
+ * The taps down the rows are always found at run time.
  *
- * Macros: COLUMN_T, OUTPUT_T (element types), KERNEL_, STRIDE_, PADDING_, DILATION_ with H and W (and D), CELL_ROWS,
- * CELL_W (STRIDE_W or 1), INDEX_64. The host side, gemmconv/kernels/columns/col2im.py, fills the params in their order.
+ * Example: a plane of 4 x 4 inputs, S=2 P=1 K=3 D=1 and output_padding 1 on both axes, so 8 x 8 outputs. Rectangles
+ * are 2 x 2, 4 x 4 of them. Thread 5 has rectangle j = 1 of rectangle row 1, outputs (2, 2), (2, 3), (3, 2), (3, 3):
+ *   output row 2     first_kh = 1, the only tap: input row 1
+ *   output row 3     first_kh = 0, taps 0 and 2: input rows 2 and 1
+ *   output column 2  s = 0, first_kw = 1, the only tap, shift 0: input column j + 0 = 1
+ *   output column 3  s = 1, first_kw = 0, taps 0 and 2, shifts 1 and 0: input columns 2 and 1
+ *   output (3, 3)    bias + columns[0,0,2,2] + columns[0,2,2,1] + columns[2,0,1,2] + columns[2,2,1,1]
+ *
+ * A launch computes the output rows [out_row_begin, out_row_begin + out_rows) from columns that hold the input rows
+ * [in_row_begin, in_row_begin + in_rows), all that those outputs read: in the example output rows 4 to 7 need 2 and 3.
+ *
+ * Volumes have a depth before the height: [planes, K_D, K_H, K_W, in_rows, W_in] -> [planes, D_out, H_out, W_out].
+ * Their rows are those of all slices, one slice after the other. For images kIsVolume is false (geometry/depth.cuh).
+ *
+ * Macros: COLUMN_T, OUTPUT_T (element types), KERNEL_, STRIDE_, PADDING_, DILATION_ with H and W (and D), RECT_ROWS,
+ * RECT_W, INDEX_64. The host side, gemmconv/kernels/columns/col2im.py, sets them, and fills the params in their order.
  */
 #include "ptx/keep.cuh"
 #include "numeric/types.cuh"
@@ -46,50 +52,84 @@ struct col2im_params {
     int d_out, h_out, w_out;               // d_out: 1 for images
     int in_row_begin, in_rows;
     int out_row_begin, out_rows;
-    int cells_w;                           // cells across a row: ceil(W_out / CELL_W)
+    int rects_w;                           // rectangles across a row: ceil(W_out / RECT_W)
 };
 
 using accumulate_t = accumulator_t<OUTPUT_T>;
+// A row of a rectangle of 2 or 4 outputs is one vector store if rows of the output are whole rectangles.
+constexpr bool kVectorStore = RECT_W == 2 || RECT_W == 4;
 
-// A row of a cell of 2 or 4 outputs is one vector store if rows of the output are whole cells, else stores by output.
-constexpr bool kVectorCell = CELL_W == 2 || CELL_W == 4;
-struct alignas(kVectorCell ? CELL_W * sizeof(OUTPUT_T) : sizeof(OUTPUT_T)) cell_t { OUTPUT_T value[CELL_W]; };
-
-/* First tap that reaches position o + P of an axis: the least k for which S divides o + P - k*D. It is the kernel
- * size or more where no tap does, which callers must check. The next ones are kStep = S / gcd(S, D) apart, the least step
- * for which S divides step * D.
- */
-template <int KERNEL, int STRIDE, int DILATION>
-__device__ __forceinline__ int first_tap(int position) {
-    constexpr int kStep = tap_step(STRIDE, DILATION);
-    if (DILATION % STRIDE == 1 % STRIDE) return position % STRIDE;  // k*D = k modulo S; 1 % STRIDE is 0 for S = 1
-    int tap = KERNEL;
-    #pragma unroll (kStep <= 16 ? kStep : 1)
-    for (int k = kStep - 1; k >= 0; --k)
-        if ((position - k * DILATION) % STRIDE == 0) tap = k;
-    return tap;
-}
-
-constexpr int kStepD = tap_step(STRIDE_D, DILATION_D);
-constexpr int kStepH = tap_step(STRIDE_H, DILATION_H);
+// Taps of one phase are kStep = S / gcd(S, D) apart, since S then divides kStep * D. A phase has at most kTaps of them.
+constexpr int kStepD = tap_step(STRIDE_D, DILATION_D), kStepH = tap_step(STRIDE_H, DILATION_H);
 constexpr int kStepW = tap_step(STRIDE_W, DILATION_W);
-constexpr int kTapsD = ceil_div(KERNEL_D, kStepD);  // most taps that any residue has
-constexpr int kTapsH = ceil_div(KERNEL_H, kStepH);
+constexpr int kTapsD = ceil_div(KERNEL_D, kStepD), kTapsH = ceil_div(KERNEL_H, kStepH);
 constexpr int kTapsW = ceil_div(KERNEL_W, kStepW);
 
 // Taps that are unrolled: those of a row, up to 32, and of as many rows as make about 32 loads.
 constexpr int kUnrollW = kTapsW <= 32 ? kTapsW : 16;
-constexpr int kUnrollRows = CELL_W * kTapsW < 32 ? 32 / (CELL_W * kTapsW) : 1;  // taps of depth and height together
+constexpr int kUnrollRows = RECT_W * kTapsW < 32 ? 32 / (RECT_W * kTapsW) : 1;  // taps of depth and height together
+
+/* The first tap of an output o, where `padded` is o + P: the least k for which S divides o + P - k*D. In the example
+ * first_tap(3) = 1 and first_tap(4) = 0. Where an output has no tap it is KERNEL or more, which callers must check.
+ */
+template <int KERNEL, int STRIDE, int DILATION>
+__device__ __forceinline__ int first_tap(int padded) {
+    constexpr int kStep = tap_step(STRIDE, DILATION);
+    if (DILATION % STRIDE == 1 % STRIDE) return padded % STRIDE;  // k*D = k modulo S; 1 % STRIDE is 0 for S = 1
+    int tap = KERNEL;
+    #pragma unroll (kStep <= 16 ? kStep : 1)
+    for (int k = kStep - 1; k >= 0; --k)
+        if ((padded - k * DILATION) % STRIDE == 0) tap = k;
+    return tap;
+}
+
+/* Adds to sum[s], of the s-th output in a row of the j-th rectangle, what one input row sends it by the taps across.
+ * `tap_row` has the columns of that input row and of the tap's kd and kh, from tap kw = 0 and input column `origin` on.
+ */
+__device__ __forceinline__ void add_row(
+    accumulate_t (&sum)[RECT_W], const COLUMN_T* tap_row, bool row_taken, index_t tap_stride, int w_in, int origin,
+    int j) {
+    #pragma unroll
+    for (int s = 0; s < RECT_W; ++s) {
+        const int padded_w = s + PADDING_W + (RECT_W == STRIDE_W ? 0 : j);  // counted from the rectangle: a constant
+        const int first_kw = first_tap<KERNEL_W, STRIDE_W, DILATION_W>(padded_w);
+        const COLUMN_T* tap = tap_row + first_kw * tap_stride;
+        #pragma unroll kUnrollW
+        for (int u = 0; u < kTapsW; ++u) {
+            const int kw = first_kw + u * kStepW;
+            const int shift = (padded_w - kw * DILATION_W) / STRIDE_W;  // exact for a tap that exists
+            // A negative input column is a large unsigned number, so one comparison checks both ends of the row.
+            if (kw < KERNEL_W && row_taken && static_cast<unsigned>(origin + shift) < w_in)
+                sum[s] += widen(load_once(tap + shift));
+            tap += kStepW * tap_stride;
+            keep(tap);  // one addition a tap; without it the compiler multiplies for each
+        }
+    }
+}
+
+/* Stores the outputs of a row of the j-th rectangle, those that exist; `target` is the address of the first. */
+__device__ __forceinline__ void store_row(OUTPUT_T* target, const accumulate_t (&sum)[RECT_W], int w_out, int j) {
+    constexpr int kTogether = kVectorStore ? RECT_W : 1;
+    if (kVectorStore && w_out % RECT_W == 0) {  // all rectangles are whole, so their addresses are aligned
+        store_together<kTogether>(target, [&](int s) { return narrow<OUTPUT_T>(sum[s]); });
+    } else {
+        #pragma unroll
+        for (int s = 0; s < RECT_W; ++s)
+            if (j * RECT_W + s < w_out) target[s] = narrow<OUTPUT_T>(sum[s]);
+    }
+}
 
 extern "C" __global__ void __launch_bounds__(256) columns_col2im_kernel(const __grid_constant__ col2im_params p) {
-    const index_t cell = item_of_thread();
+    // The thread's rectangle: the j-th of rectangle row rect_row, counted from the launch's first output row.
+    const index_t rectangle = item_of_thread();
     const int plane = plane_of_thread();
-    const int row_cell = static_cast<int>(cell / p.cells_w);
-    const int j = static_cast<int>(cell - static_cast<index_t>(row_cell) * p.cells_w);
-    if (plane >= p.planes || row_cell * CELL_ROWS >= p.out_rows) return;
+    const int rect_row = static_cast<int>(rectangle / p.rects_w);
+    const int j = static_cast<int>(rectangle - static_cast<index_t>(rect_row) * p.rects_w);
+    if (plane >= p.planes || rect_row * RECT_ROWS >= p.out_rows) return;
 
+    // What the plane has: its columns, from input column `origin` on, which shift 0 reads; its output; its bias.
     const index_t tap_stride = static_cast<index_t>(p.in_rows) * p.w_in;  // elements from a tap's values to the next's
-    const int origin = CELL_W == STRIDE_W ? j : 0;  // x of the input at shift 0; 0 if CELL_W is 1: a shift is x itself
+    const int origin = RECT_W == STRIDE_W ? j : 0;  // 0: a shift is the input column itself
     const COLUMN_T* columns =
         p.columns + static_cast<long long>(plane) * (KERNEL_D * KERNEL_H * KERNEL_W) * tap_stride + origin;
     const int plane_rows = kIsVolume ? p.d_out * p.h_out : p.h_out;
@@ -97,61 +137,36 @@ extern "C" __global__ void __launch_bounds__(256) columns_col2im_kernel(const __
     const accumulate_t bias = p.bias == nullptr ? accumulate_t(0) : widen(p.bias[plane % p.channels]);
 
     #pragma unroll
-    for (int r = 0; r < CELL_ROWS; ++r) {
-        const int row = row_cell * CELL_ROWS + r, out_row = p.out_row_begin + row;
+    for (int r = 0; r < RECT_ROWS; ++r) {
+        const int row = rect_row * RECT_ROWS + r, out_row = p.out_row_begin + row;
         const int slice = kIsVolume ? out_row / p.h_out : 0;
-        const int position_d = slice + PADDING_D, position_h = out_row - slice * p.h_out + PADDING_H;
-        const int first_kd = first_tap<KERNEL_D, STRIDE_D, DILATION_D>(position_d);
-        const int first_kh = first_tap<KERNEL_H, STRIDE_H, DILATION_H>(position_h);
+        const int padded_d = slice + PADDING_D, padded_h = out_row - slice * p.h_out + PADDING_H;
+        const int first_kd = first_tap<KERNEL_D, STRIDE_D, DILATION_D>(padded_d);
+        const int first_kh = first_tap<KERNEL_H, STRIDE_H, DILATION_H>(padded_h);
 
-        accumulate_t sum[CELL_W];
+        accumulate_t sum[RECT_W];
         #pragma unroll
-        for (int s = 0; s < CELL_W; ++s) sum[s] = bias;
+        for (int s = 0; s < RECT_W; ++s) sum[s] = bias;
 
-        // Load and add: every tap of the row's residue, for every output of the cell in this row.
+        // The taps (kd, kh) of the output row, and the input row that each reads; quotients are exact if a tap exists.
         #pragma unroll kUnrollRows
         for (int t = 0; t < kTapsD * kTapsH; ++t) {
             const int td = kIsVolume ? t / kTapsH : 0;
             const int kd = first_kd + td * kStepD, kh = first_kh + (t - td * kTapsH) * kStepH;
-            const int reach_d = position_d - kd * DILATION_D, reach_h = position_h - kh * DILATION_H;
-            const int id = reach_d / STRIDE_D, ih = reach_h / STRIDE_H;
+            const int dividend_d = padded_d - kd * DILATION_D, dividend_h = padded_h - kh * DILATION_H;
+            const int id = dividend_d / STRIDE_D, ih = dividend_h / STRIDE_H;
             const index_t in_row = static_cast<index_t>(id) * p.h_in + ih - p.in_row_begin;
-            // The cell may reach beyond the launch's last output row, to input rows that this chunk of columns lacks.
-            // So in_rows bounds what is read. Slices of a volume are adjacent: ih < h_in keeps to this tap's slice.
-            const bool slice_taken = !kIsVolume || (kd < KERNEL_D && reach_d >= 0 && ih < p.h_in);
-            const bool row_taken = slice_taken && kh < KERNEL_H && reach_h >= 0 && in_row >= 0 && in_row < p.in_rows;
+            // The rectangle may reach beyond the launch's last output row, to input rows that these columns lack. So
+            // in_rows bounds what is read. Slices of a volume are adjacent: ih < h_in keeps to this tap's slice.
+            const bool slice_taken = !kIsVolume || (kd < KERNEL_D && dividend_d >= 0 && ih < p.h_in);
+            const bool row_taken = slice_taken && kh < KERNEL_H && dividend_h >= 0 && in_row >= 0 && in_row < p.in_rows;
             // Where the row is not taken, the address is computed and never read.
             const COLUMN_T* tap_row = columns + ((kd * KERNEL_H + kh) * KERNEL_W * tap_stride + in_row * p.w_in);
-            #pragma unroll
-            for (int s = 0; s < CELL_W; ++s) {
-                const int position_w = s + PADDING_W + (CELL_W == STRIDE_W ? 0 : j);
-                const int first_kw = first_tap<KERNEL_W, STRIDE_W, DILATION_W>(position_w);
-                const COLUMN_T* tap = tap_row + first_kw * tap_stride;
-                #pragma unroll kUnrollW
-                for (int u = 0; u < kTapsW; ++u) {
-                    const int kw = first_kw + u * kStepW;
-                    const int shift = (position_w - kw * DILATION_W) / STRIDE_W;  // exact for a tap that exists
-                    if (kw < KERNEL_W && row_taken && static_cast<unsigned>(origin + shift) < p.w_in)
-                        sum[s] += widen(load_once(tap + shift));
-                    tap += kStepW * tap_stride;
-                    keep(tap);  // one addition a tap; without it the compiler multiplies for each
-                }
-            }
+            add_row(sum, tap_row, row_taken, tap_stride, p.w_in, origin, j);
         }
 
-        // Store: a row of the cell as one vector if possible. A row beyond the launch's last was summed, since other
-        // threads of the warp run the loops anyway; it is not stored.
+        // A row beyond the launch's last was summed, as other threads of the warp run the loop; it is not stored.
         if (row >= p.out_rows) break;
-        OUTPUT_T* __restrict__ target = output + static_cast<index_t>(out_row) * p.w_out + j * CELL_W;
-        if (kVectorCell && p.w_out % CELL_W == 0) {
-            cell_t values;
-            #pragma unroll
-            for (int s = 0; s < CELL_W; ++s) values.value[s] = narrow<OUTPUT_T>(sum[s]);
-            *reinterpret_cast<cell_t*>(target) = values;
-        } else {
-            #pragma unroll
-            for (int s = 0; s < CELL_W; ++s)
-                if (j * CELL_W + s < p.w_out) target[s] = narrow<OUTPUT_T>(sum[s]);
-        }
+        store_row(output + static_cast<index_t>(out_row) * p.w_out + j * RECT_W, sum, p.w_out, j);
     }
 }

@@ -4,38 +4,38 @@
  *
  *   columns[line][position] = sum over input channels ci of input[ci][position] * weight[ci][line]
  *
- * and for each output the bias plus the sum of the column elements that belong to it. A thread block does this:
+ * and for each output the bias plus the sum of the column elements that belong to it. The words are explained, with the
+ * example below, in the host file, gemmconv/kernels/sm90/gemm_fold_pixels.py. A block has 384 threads:
  *
- *   for each item: positions of some images, or (WINDOWED) of a part of one long row, times some line blocks
- *       for each line block (LINES lines) of the item:
- *           multiply on tensor cores; sums stay in registers                         pipeline/pixels_on_m.cuh
- *           for each fold (the lines of FOLD_OUTS output channels) of the line block:
- *               write its columns from registers to shared memory, and wait for the other warps
- *               gather: each thread adds up the column elements of its outputs       epilogue/fold_smem.cuh
- * Consumer warps do this. Producer warps meanwhile copy inputs into slots, weights into stages: two rings of buffers.
+ *   for each item (positions times some line blocks), for each of its line blocks:         threads  function
+ *     copy       weights to stages (one thread), inputs to slots (threads 32-127)          0-127    run
+ *     multiply   a line block by the item's positions; sums stay in registers              128-383  multiply
+ *     for each fold (the lines of FOLD_OUTS output channels) of the line block:
+ *       write    its columns from registers to shared memory                               128-383  write_columns
+ *       gather   each thread adds up the column elements of its outputs, and stores them   128-383  gather
  *
- *   64 images of 8 x 8, 64 to 32 channels, kernel 4, stride 2, padding 1, in TF32 (the example of the host file):
+ *   barrier                  separates
+ *   full of slot or stage    copy from multiply: its data have come
+ *   empty of slot or stage   multiply from the copy that fills it anew. Copies so run ahead, even to later items
+ *   named barrier 1          write from gather, and gather from a later write to the same columns: see fold_line_block
+ *
+ *   64 images of 8 x 8, 64 to 32 channels, kernel 4, stride 2, padding 1, in TF32:
  *   item        two images: 128 positions (POSITION_BLOCKS = 1), 16 for each of eight warps
  *   line block  LINES = 144: the 16 taps of 9 output channels. A lane has 72 sums, of two positions and 36 lines
  *   multiply    two chunks of 32 channels, each in four products of 8
  *   fold        FOLD_OUTS = 3: 48 lines x FOLD_PITCH = 132 floats, 25 KB. Three folds (kFolds), in two buffers by turns
  *   gather      128 cells, each 2 x 2 outputs of 3 channels, by 128 of 256 threads (FOLD_GROUPS = FOLD_TURNS = 1)
+ *   shared      0 5 slots of 16384; 81920 (first_stage) 5 stages of 18432; 174080 (first_columns) two folds of 25344;
+ *   (bytes)     224768 biases, 9 for each warp; 225056 (first_barrier) full and empty of 5 + 5 buffers; 225216 end
  *
- * Macros, beside those of the two headers: FOLD_OUTS; WHOLE_OUTS (1 if it divides out_channels); FOLD_GROUPS (of threads, each
- * with channels of its own); FOLD_TURNS (cells of a thread, or parts of cells, at most).
- */
-/* What is used of pipeline/pixels_on_m.cuh:
- *   run          starts all warps: producers, and consume() in each consumer warp
- *   each_item    a loop over the items of this thread block
- *   multiply     the main loop: the sums of a line block, over all chunks
- *   ring_t       a place in a ring of slots or of stages
- *   biases_t     biases of a line block; biases_of: where they lie in shared memory
- *   kTaps, kPositions, kBlockOuts   taps of the kernel; positions of an item; output channels of a line block
- * of epilogue/fold_smem.cuh:
- *   gather       adds up columns and stores outputs; its first output channel must exist, all else it checks
- *   image_t, cell_place_t   the extents of an image in pixels and cells; where a cell (the outputs of one stride) lies
- *   kParts       parts of a row of a cell, one for a thread
- * of numeric/: `divided` divides by a reciprocal; `each` is a loop whose index is known to the compiler.
+ * Macros of its own: FOLD_OUTS; WHOLE_OUTS (1 if it divides out_channels); FOLD_GROUPS (of threads, each with channels
+ * of its own); FOLD_TURNS (cells of a thread, or parts of cells, at most). The two headers list the others.
+ *
+ * From pipeline/pixels_on_m.cuh: run starts producers, and consume() in each consumer warp; each_item loops over items;
+ * ring_t is a place in a ring of slots or stages; biases_t are a line block's biases, biases_of where they lie; kTaps,
+ * kPositions, kBlockOuts are taps, positions of an item, channels of a line block. From epilogue/fold_smem.cuh: image_t
+ * has an image's extents in pixels and cells; cell_place_t says where a cell lies; kParts threads share a cell's row.
+ * From numeric/: `divided` divides by a reciprocal; `each` is a loop whose index is known to the compiler.
  */
 #include "pipeline/pixels_on_m.cuh"
 #include "epilogue/fold_smem.cuh"
@@ -43,20 +43,20 @@
 
 // Lines of a fold; folds of a line block; floats of a fold's columns. In the example 48, 3 and 48 * 132.
 constexpr int kFoldLines = FOLD_OUTS * kTaps, kFolds = LINES / kFoldLines, kFoldFloats = kFoldLines * FOLD_PITCH;
-// Chunks that multiply takes before its loop, which takes two at a time so that registers have constant indices: 1 if their
-// number is odd (CHUNK_CLASS is 1 for one chunk, 3 for three, five, ...). With two position blocks the loop takes one.
+// Chunks that multiply takes before its loop, which takes two at a time so that registers have constant indices: 1 if
+// their number is odd (CHUNK_CLASS 1 for one chunk, 3 for three, five, ...). With two position blocks it takes one.
 constexpr int kPeeled = POSITION_BLOCKS == 1 ? CHUNK_CLASS % 2 : 0;
 static_assert(kFoldLines % 8 == 0 && LINES % kFoldLines == 0, "a fold has whole groups of 8 lines, as wgmma has them");
 static_assert(FOLD_PITCH % 8 == 4 && kPositions <= FOLD_PITCH, "a warp writes columns to different banks");
 static_assert(2 * kFoldFloats * 4 <= COLUMN_BYTES, "columns of two folds fit");
 
-// A group of threads gathers all cells of an equal share of a fold's channels; in the example 256 threads and 3 channels.
+// A group of threads gathers all cells of an equal share of a fold's channels; in the example all 256, 3 channels.
 constexpr int kGroupThreads = kConsumers / FOLD_GROUPS, kGroupOuts = FOLD_OUTS / FOLD_GROUPS;
 static_assert(kConsumers % FOLD_GROUPS == 0 && FOLD_OUTS % FOLD_GROUPS == 0, "groups are of one size");
 static_assert(FOLD_GROUPS == 1 || kPositions * kParts <= kGroupThreads, "a thread for each part of a position's cell");
 constexpr int kKept = FOLD_TURNS <= 2 ? FOLD_TURNS : 1;  // cells that a thread keeps in registers for all folds
 
-/* Writes a warp's columns of one fold. wgmma gives lane 4g + t, of 16 positions and 8 lines, the sums
+/* For fold_line_block: writes a warp's sums of fold FOLD to columns `to`. Of 16 positions and 8 lines, lane 4g + t has
  *   from[0], from[1]: row g, lines 2t and 2t + 1        from[2], from[3]: row g + 8, the same lines
  *
  * Rows g and g + 8 of a product are positions 2g and 2g + 1 (PAIRED in pixels_on_m.cuh): a lane writes two at once.
@@ -81,7 +81,7 @@ __device__ __forceinline__ void write_columns(float* to, const float (&sums)[POS
     }
 }
 
-/* The i-th cell of an item: whether it exists, its image, row and column, and its place in a line of columns. A cell to
+/* For consume: the i-th cell of an item, whether it exists, its image, row, column, and its place in a line. A cell to
  * the right of the image has a place in the next row, which does no harm: gather checks row and column before it reads.
  */
 __device__ __forceinline__ cell_place_t cell_of(const pixels_on_m_params& p, const item_t& item, int i) {
@@ -97,20 +97,20 @@ __device__ __forceinline__ cell_place_t cell_of(const pixels_on_m_params& p, con
     }
 }
 
-/* Turns the sums of a line block, whose first output channel is `first`, into outputs, fold by fold. kept_cell(turn, i)
+/* For consume: turns a line block's sums into outputs from channel `first_out` on, fold by fold. kept_cell(turn, i)
  * is cell i of the item, which the thread gathers in this turn. Two buffers hold the folds by turns; in the example:
  *
  *   fold 0   write buffer 0   barrier   gather from buffer 0
- *   fold 1   write buffer 1   barrier   gather from buffer 1   After this barrier no warp gathers fold 0: buffer 0 is free.
+ *   fold 1   write buffer 1   barrier   gather from buffer 1   Now no warp gathers fold 0: buffer 0 is free.
  *   fold 2   write buffer 0   barrier   gather from buffer 0
- *   end                       barrier                          After this barrier fold 0 of the next line block may be written.
+ *   end                       barrier                          Now the next line block may write buffer 0.
  *
  * An even number of folds ends with buffer 1, and needs no barrier there: that of the last fold has freed buffer 0.
  */
 template <typename KEPT_CELL>
 __device__ __forceinline__ void fold_line_block(
-    const pixels_on_m_params& p, const float (&sums)[POSITION_BLOCKS][LINES / 2], int first, int warp, const image_t& image,
-    int cells, const KEPT_CELL& kept_cell) {
+    const pixels_on_m_params& p, const float (&sums)[POSITION_BLOCKS][LINES / 2], int first_out, int warp,
+    const image_t& image, int cells, const KEPT_CELL& kept_cell) {
     float* buffers = reinterpret_cast<float*>(shared + p.first_columns);  // [2][kFoldLines][FOLD_PITCH]
     const int thread = threadIdx.x - kProducers, group = thread / kGroupThreads, member = thread % kGroupThreads;
     const float* biases = biases_of(p, warp) + group * kGroupOuts;
@@ -122,7 +122,7 @@ __device__ __forceinline__ void fold_line_block(
             if (known == fold) write_columns<known>(columns, sums, warp);
         });
         named_barrier_sync<1, kConsumers>();
-        const int out = first + fold * FOLD_OUTS + group * kGroupOuts;
+        const int out = first_out + fold * FOLD_OUTS + group * kGroupOuts;
         if (out < p.out_channels)
             gather<FOLD_TURNS, kGroupThreads, kGroupOuts, WHOLE_OUTS>(
                 image, p.output, p.out_channels, columns + group * (kGroupOuts * kTaps * FOLD_PITCH),
@@ -148,9 +148,9 @@ __device__ __forceinline__ void consume(const pixels_on_m_params& p, int warp) {
         const auto kept_cell = [&](int turn, int i) { return turn < kKept ? kept[turn % kKept] : cell_of(p, item, i); };
         #pragma unroll 1
         for (int block = 0; block < item.line_blocks; ++block) {
-            // `first` is 0, 9, 18 or 27. Of output channels 27 to 35, fold 1 has two that exist, and fold 2 none.
-            const int first = (item.line_block + block) * kBlockOuts;
-            const biases_t block_biases(p, first);  // loaded while products run
+            // `first_out` is 0, 9, 18 or 27. Of output channels 27 to 35, fold 1 has two that exist, and fold 2 none.
+            const int first_out = (item.line_block + block) * kBlockOuts;
+            const biases_t block_biases(p, first_out);  // loaded while products run
             // If inputs are held, every line block reads the same slots, from `slots` on; the last one frees them, and
             // `slots` moves on to those of the next item. Otherwise each line block has slots of its own.
             float sums[POSITION_BLOCKS][LINES / 2];  // 72
@@ -159,14 +159,14 @@ __device__ __forceinline__ void consume(const pixels_on_m_params& p, int warp) {
             multiply<kPaired, kPeeled>(p, sums, stages, block_slots, warp, frees, nothing_meanwhile);
             if (frees) slots = block_slots;
             block_biases.share(p, warp);
-            fold_line_block(p, sums, first, warp, image, cells, kept_cell);
+            fold_line_block(p, sums, first_out, warp, image, cells, kept_cell);
         }
     });
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
 sm90_gemm_fold_pixels_kernel(const __grid_constant__ pixels_on_m_params p) {
-    // A thread of the two consumer warpgroups gets 208 registers (for 72 sums in the example, the inputs of two chunks, and its
-    // cells), one of the producer warpgroup 88. All begin with 168: 2 * 208 + 88 = 3 * 168.
+    // A thread of the two consumer warpgroups gets 208 registers (for 72 sums in the example, inputs of two chunks, and
+    // its cells), one of the producer warpgroup 88. All begin with 168: 2 * 208 + 88 = 3 * 168.
     run<208, 88>(p, [&](int warp) { consume(p, warp); });
 }

@@ -24,7 +24,7 @@ _FULL_PASSES, _QUERIED_ONE_IN = 8, 8  # after so many passes in a row that neede
 _is_executed = torch._C._will_engine_execute_node
 
 
-def prepare_recording(
+def prepare_with_autograd(
     tensors: Tensors, arguments: Arguments, parameters: Tensors | None = None, is_signal: bool = False
 ) -> Call:
     """Prepare the call on such tensors, with an autograd node if gradients are recorded and a tensor requires one.

@@ -1,7 +1,7 @@
 """Host side of csrc/columns/col2im.cu and csrc/columns/im2col.cu: macros and launches.
 
-Both kernels see planes (a channel of an image or a volume) of items: output cells for col2im, input pixels for im2col.
-Rows of a volume are those of all its slices.
+Both kernels see planes (a channel of an image or a volume) of items, one for a thread: rectangles of outputs for
+col2im, input pixels for im2col. Rows of a volume are those of all its slices.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros
 from gemmconv.kernels.program import At, Launch, Params, plane_grid, three_axes
 
 _BLOCK = 256
-_WIDEST_CELL = 16  # outputs of a row that a thread keeps in registers
-# Rows of a cell: more rows give a thread more independent loads, and cost it registers and code.
+_WIDEST_RECT = 16  # outputs of a row that a thread keeps in registers
+# Rows of a rectangle: more rows give a thread more independent loads, and cost it registers and code.
 # On the H200, one row is the best for 3x5 stride 1 (103% of copy bandwidth against 78% with two), four for 2x2 stride 2
 # (88% against 80% with one).
 _LOADS_IN_FLIGHT = 16
-_MOST_CELL_ROWS = 4
-_CELL_OUTPUTS = 8
+_MOST_RECT_ROWS = 4
+_RECT_OUTPUTS = 8
 
 
 def col2im_macros(problem: Problem, column_dtype: torch.dtype, output_dtype: torch.dtype) -> Macros:
     """Macros that specialise csrc/columns/col2im.cu."""
-    cell_w = problem.stride[-1] if problem.stride[-1] <= _WIDEST_CELL else 1
-    loads = -(-problem.taps // math.prod(problem.stride)) * cell_w  # of a row of the cell
-    cell_rows = max(1, min(_MOST_CELL_ROWS, _LOADS_IN_FLIGHT // loads, _CELL_OUTPUTS // cell_w))
+    rect_w = problem.stride[-1] if problem.stride[-1] <= _WIDEST_RECT else 1
+    loads = -(-problem.taps // math.prod(problem.stride)) * rect_w  # of a row of the rectangle
+    rect_rows = max(1, min(_MOST_RECT_ROWS, _LOADS_IN_FLIGHT // loads, _RECT_OUTPUTS // rect_w))
     return {
         "COLUMN_T": ELEMENT_TYPES[column_dtype],
         "OUTPUT_T": ELEMENT_TYPES[output_dtype],
-        "CELL_W": cell_w,
-        "CELL_ROWS": cell_rows,
+        "RECT_W": rect_w,
+        "RECT_ROWS": rect_rows,
         **_geometry_macros(problem),
     }
 
@@ -63,16 +63,16 @@ def fold(
     """The launch that folds the ``columns`` of some images and rows; none where there is nothing to fold."""
     macros = col2im_macros(problem, column_dtype, output_dtype)
     rows, planes = out_rows[1] - out_rows[0], images * problem.out_channels
-    cells_w = -(-problem.output_size[-1] // int(macros["CELL_W"]))
+    rects_w = -(-problem.output_size[-1] // int(macros["RECT_W"]))
     params: Params = {
         "columns, bias, output": ("columns", bias, output),
         "planes, channels": (planes, problem.out_channels),
         "h_in, w_in": problem.input_size[-2:],
         "d_out, h_out, w_out": three_axes(problem.output_size),
         "in_row_begin, in_rows, out_row_begin, out_rows": (in_rows[0], in_rows[1] - in_rows[0], out_rows[0], rows),
-        "cells_w": cells_w,
+        "rects_w": rects_w,
     }
-    return _launches("columns/col2im.cu", macros, params, -(-rows // int(macros["CELL_ROWS"])) * cells_w, planes)
+    return _launches("columns/col2im.cu", macros, params, -(-rows // int(macros["RECT_ROWS"])) * rects_w, planes)
 
 
 def unfold(problem: Problem, dtype: torch.dtype, images_at: At, images: int, in_rows: Span) -> Iterator[Launch]:

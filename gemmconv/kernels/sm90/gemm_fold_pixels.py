@@ -26,11 +26,12 @@ numbers of an example: 64 images of 8 x 8, 64 to 32 channels, kernel 4, stride 2
 
 It is for 16-bit types and TF32, NCHW and one group. ``tiles_of`` gives tiles where all of these hold:
 
-- a line block fits: the least common multiple of 16 and the taps is at most 256; and some tap reaches each phase;
-- an item fits, since either images have at most 256 inputs, or image and kernel have a single row (a signal), which is
-  cut into windows, and a cell reads at most 32 inputs beside its own;
-- inputs of an image are a multiple of four, and there are at most 16 cells for each input;
-- in 16 bits, rows of weights begin at multiples of 16 bytes.
+- the least common multiple of 16 and the taps is at most 256, the most lines of a product: so a line block fits;
+- some tap reaches each phase: another output would be the bias alone, which ``gather`` does not provide for;
+- images have at most 256 inputs, two position blocks, whose sums registers hold; or image and kernel have a single row
+  (a signal), which is cut into windows, and a cell reads at most 32 inputs beside its own, which windows repeat;
+- inputs of an image are a multiple of four, as pieces are; there are at most 16 cells for each input;
+- in 16 bits, rows of weights begin at multiples of 16 bytes: the copy engine asks for that.
 """
 
 from __future__ import annotations
@@ -66,7 +67,11 @@ _MOST_HALO = 32  # inputs of a window that its neighbours have too
 
 @dataclass(frozen=True)
 class Tile(PositionRows):
-    """The work of a thread block of csrc/sm90/gemm_fold_pixels.cu. Words and example are those of the module."""
+    """The work of a thread block of csrc/sm90/gemm_fold_pixels.cu. Words and example are those of the module.
+
+    :class:`PositionRows` has the rest. In the example lines=144, sets=4, line_blocks=4, set_line_blocks=1, chunks=2,
+    slot_bytes=16,384, stage_bytes=18,432, bias_bytes=288, held=False, ring_sizes=(5, 5), piece=4.
+    """
 
     images: int  # images of an item; 1 where items are windows. In the example 2
     window: int  # positions of each image that an item has: all of them, or a part of its only row. In the example 64
