@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = load(RESULTS)
     table = fit([row for row in rows if row.suite != options.judge], print)
     if not options.dry:
-        measured.write(table)
+        write(table)
         print(f"written to {measured.FILE.name}")
     measured._table.cache_clear()
     measured._scaled.cache_clear()
@@ -70,6 +70,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     for line in regrets(rows, options.judge):
         print(line)
     return 0
+
+
+def write(table: dict[str, Array]) -> None:
+    """Write what gemmconv.kernels.measured reads."""
+    names: dict[tuple[int, ...], list[str]] = defaultdict(list)
+    stored: dict[str, Any] = {}
+    for name, values in table.items():
+        names[values.shape].append(name)
+    for i, same_shape in enumerate(names.values()):
+        stored[f"names {i}"] = np.array(same_shape)
+        stored[f"values {i}"] = np.stack([table[name] for name in same_shape]).astype(np.float32)
+    with measured.FILE.open("wb") as file:
+        np.savez_compressed(file, **stored)
 
 
 def load(results: Path) -> list[Row]:

@@ -46,8 +46,8 @@ each_tile = each_of(tiles())
 
 def rows_of(tile):
     """The (line, column phase) of each row of each M tile, as the kernel finds them."""
-    stride, found = tile.problem.stride[1], [[] for _ in range(tile.m_tiles)]
-    for slot in range(2 * tile.m_tiles):
+    stride, found = tile.problem.stride[1], [[] for _ in range(len(tile.m_tile_lines))]
+    for slot in range(2 * len(tile.m_tile_lines)):
         if tile.channels % 16 == 0:
             block, column_phase = slot // 2 // stride * 2 + slot % 2, slot // 2 % stride
         else:
@@ -73,7 +73,7 @@ def test_m_tiles_have_every_line_and_column_phase_once(tile):
     assert Counter(itertools.chain(*rows)) == Counter(every)
     for found, phases in zip(rows, tile.m_tile_lines, strict=True):
         assert {(line // tile.channels, rw) for line, rw in found} == set(phases)
-    assert tile.m_tiles <= 32  # M tiles are bits of an unsigned
+    assert len(tile.m_tile_lines) <= 32  # M tiles are bits of an unsigned
 
 
 @each_tile

@@ -218,9 +218,7 @@ def test_blocks_take_every_tile_once_and_keep_their_set_where_weights_stay(plan)
     period = plan.strip_rows * plan.pitch
     tiles, rest = divmod(plan.items, sets)
     assert rest == 0 <= tiles * plan.tile - plan.problem.batch * plan.strips * period < plan.tile
-    assert plan.in_order == (plan.strips == 1 or period <= plan.tile)
-    assert 0 < plan.bottom <= plan.tile
-    assert (period - plan.bottom) % plan.tile == 0
+    assert (plan.strip_tiles - 1) * plan.tile < period <= plan.strip_tiles * plan.tile
     for multiprocessors in (1, 7, 132, 200):
         blocks = plan.blocks_of(plan.items, multiprocessors)
         assert 1 <= blocks <= plan.items
@@ -263,7 +261,7 @@ def test_tables_and_positions_of_what_is_not_declined_fit(name, monkeypatch):
         assert plan.phase_sets * plan.channel_sets <= 65_535  # blocks along y
         # What the kernel adds to find the strip of a position.
         last_position = (plan.items // plan.sets - 1) * plan.tile + plan.first + plan.patch - 1
-        assert last_position + plan.strip_rows * plan.pitch <= plan.last_position < 2**31
+        assert last_position + plan.strip_rows * plan.pitch < 2**31
 
 
 # The choice

@@ -1112,7 +1112,7 @@ TILE_PATHS = {
         boxed and not flat and not channels_last and rows > 1; flat; flat and rows * across > line
         rows_together > 1; cell_parts * cells > folders; vector > 1; positions > 64 * warpgroups
         steps * 32 > problem.in_channels * itemsize; steps > 8 and not split; copied == 0; copied == 4; copied == 8
-        copied == 16; flat and itemsize == 2; flat and itemsize == 4; item_steps == 1
+        copied == 16; flat and itemsize == 2; flat and itemsize == 4; segment_rows + halo_h <= rows
     """),
     "grads_mma": (GRADS_MMA_RUNS, """
         planes > 8; planes > 16; planes % 16 == 8 and planes > 16; problem.gemm_k > 8 * ci_warps

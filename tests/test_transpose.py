@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -200,3 +201,11 @@ def test_transpose_on_the_gpu(shape, dtype, poison):
         arranged = tensor.contiguous(memory_format=other)
         poison("cuda")
         check(call, arranged, memory_format)
+
+
+def test_seconds_of_transposes_add_up():
+    problem = Problem(1, 8, 8, 1, (4, 4), (3, 3))
+    nchw, last = (replace(config_of(torch.float16, "cuda:0", one), problem=problem) for one in FORMATS)
+    assert 0 < transpose.grad_output_transpose_seconds(last) < transpose.transpose_seconds(last)
+    with_weight, without = (transpose.via_channels_last_seconds(nchw, transposes) for transposes in (True, False))
+    assert with_weight > without > transpose.transpose_seconds(nchw, torch.channels_last)

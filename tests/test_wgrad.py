@@ -179,7 +179,7 @@ def test_blocks_have_every_weight_of_a_group_once_nhwc(tile):
         assert {tap: count for tap, count in counts.items() if tap < taps.kernel} == dict.fromkeys(
             range(taps.kernel), 1
         )
-    (ci, co), (block_ci, block_co) = tile.channels, tile.block_channels
+    (ci, co), (block_ci, block_co) = tile.channels, (64 * tile.sides[0], 64 * tile.sides[1])
     blocks = -(-ci // block_ci) * -(-co // block_co) * len(tile.taps_h.firsts) * len(tile.taps_w.firsts)
     assert tile.problem.groups * blocks == tile.weight_blocks
     assert block_ci < ci + 64

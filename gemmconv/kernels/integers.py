@@ -30,6 +30,11 @@ def up_to_multiple(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
+def covering(extent: tuple[int, int], size: tuple[int, int]) -> tuple[int, int]:
+    """Tiles of a size that cover an extent, down and across."""
+    return -(-extent[0] // size[0]), -(-extent[1] // size[1])
+
+
 def power_of_two_within(wanted: int, most: int) -> int:
     """The least power of two that is at least ``wanted``, limited to the greatest power of two up to ``most``."""
     return min(power_of_two(wanted), 1 << (max(1, most).bit_length() - 1))

@@ -13,7 +13,6 @@ The numbers are in costs/measured.npz. Without measurements there is no correcti
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from functools import cache, lru_cache
 from typing import Any
 
@@ -86,21 +85,9 @@ def key_of(kernel: str, config: Config, direction: Pass) -> str | None:
     return f"{kernel} {direction} {precision} {FORMAT_NAMES[config.memory_format]}"
 
 
-def write(table: dict[str, Any]) -> None:
-    """Write what :func:`_table` reads. Arrays of one shape are stored as one: 6 load 13 times as fast as 149."""
-    names: dict[tuple[int, ...], list[str]] = defaultdict(list)
-    stored: dict[str, Any] = {}
-    for name, values in table.items():
-        names[values.shape].append(name)
-    for i, same_shape in enumerate(names.values()):
-        stored[f"names {i}"] = np.array(same_shape)
-        stored[f"values {i}"] = np.stack([table[name] for name in same_shape]).astype(np.float32)
-    with FILE.open("wb") as file:
-        np.savez_compressed(file, **stored)
-
-
 @cache
 def _table() -> dict[str, Any]:
+    """What ``benchmarks.fit`` has written: arrays of one shape are stored as one, since 6 load faster than 149."""
     with np.load(FILE) as file:
         pairs = [(file[f"names {i}"], file[f"values {i}"].astype(np.float64)) for i in range(len(file.files) // 2)]
     return {name: values for names, stacked in pairs for name, values in zip(names.tolist(), stacked, strict=True)}

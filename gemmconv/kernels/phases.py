@@ -1,4 +1,4 @@
-"""Cells of outputs, as the forward kernels of ``direct`` and ``fused`` see them; geometry/axis.cuh has the algebra.
+"""Cells of outputs, as kernels that gather them see them; geometry/axis.cuh has the algebra.
 
 Output ``o`` of an axis belongs to cell ``o // stride``, and the inputs that it reads lie at shifts from there which
 depend on ``o % stride`` alone.
@@ -11,9 +11,38 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from gemmconv.geometry import Pair, Problem
+from gemmconv.hashing import cached_property
 from gemmconv.kernels.base import Pass
+from gemmconv.kernels.integers import covering
 
 _MOST_REACH = 2**20
+
+
+class Gathering:
+    """Sizes of a pass that gathers outputs from inputs; the inputs of an input gradient are grad_output."""
+
+    problem: Problem  # the geometry
+    direction: Pass  # "forward" or "input_grad"
+
+    @cached_property
+    def in_channels(self) -> int:
+        """Input channels of a group: those that are summed over."""
+        return self.problem.gemm_k if self.direction == "forward" else self.problem.group_out_channels
+
+    @cached_property
+    def out_channels(self) -> int:
+        """Output channels of a group."""
+        return self.problem.group_out_channels if self.direction == "forward" else self.problem.gemm_k
+
+    @property
+    def input_size(self) -> Pair:
+        """Height and width of the inputs."""
+        return self.problem.input_size if self.direction == "forward" else self.problem.output_size
+
+    @property
+    def output_size(self) -> Pair:
+        """Height and width of the outputs."""
+        return self.problem.output_size if self.direction == "forward" else self.problem.input_size
 
 
 class Tap(NamedTuple):
@@ -26,8 +55,7 @@ class Tap(NamedTuple):
 
 def cells_of(problem: Problem) -> Pair:
     """Cells of an image, down and across."""
-    height, width = problem.output_size
-    return -(-height // problem.stride[0]), -(-width // problem.stride[1])
+    return covering(problem.output_size, problem.stride)
 
 
 def phase_shifts(problem: Problem, axis: int) -> tuple[frozenset[int], ...]:
@@ -81,10 +109,4 @@ def can_be_folded(problem: Problem) -> bool:
     """
     p = problem
     reaches = (p.padding[axis] + p.dilation[axis] * p.kernel_size[axis] for axis in (0, 1))
-    return max(reaches) <= _MOST_REACH and has_all_phases(p)
-
-
-def has_all_phases(problem: Problem) -> bool:
-    """Whether a tap of a forward pass reaches every phase."""
-    reached = [{tap.phase for tap in taps_of(problem, "forward", axis)} for axis in (0, 1)]
-    return (len(reached[0]), len(reached[1])) == problem.stride
+    return max(reaches) <= _MOST_REACH and all(all(phase_shifts(p, axis)) for axis in (0, 1))

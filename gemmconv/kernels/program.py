@@ -125,8 +125,6 @@ class Launch:
 
     def renamed(self, names: Mapping[str, str]) -> Launch:
         """This launch with tensors and regions renamed."""
-        if not names:
-            return self
 
         def new(value: ParamValue) -> ParamValue:
             if isinstance(value, At | TensorMapSpec):

@@ -96,15 +96,10 @@ class _Reader(pickle.Unpickler):
     """Unpickles only plain values and this package's records, so that no file can run other code."""
 
     def find_class(self, module: str, name: str) -> Any:
-        return _record(module, name)
-
-
-@functools.cache
-def _record(module: str, name: str) -> type:
-    record = getattr(importlib.import_module(module), name, None) if module.startswith("gemmconv.") else None
-    if not (isinstance(record, type) and (dataclasses.is_dataclass(record) or issubclass(record, tuple))):
-        raise pickle.UnpicklingError(f"{module}.{name} is no record of gemmconv's")
-    return record
+        record = getattr(importlib.import_module(module), name, None) if module.startswith("gemmconv.") else None
+        if not (isinstance(record, type) and (dataclasses.is_dataclass(record) or issubclass(record, tuple))):
+            raise pickle.UnpicklingError(f"{module}.{name} is no record of gemmconv's")
+        return record
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from gemmconv.device import REGISTERS, DeviceSpec
-from gemmconv.hashing import cached_property, changed, hashed_once
+from gemmconv.hashing import changed, hashed_once
 from gemmconv.kernels.base import Config, Kernel, Pass
 from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.integers import INT32_MAX, even_share, power_of_two, up_to_multiple
@@ -83,111 +83,73 @@ class Work:
         inputs, outputs: pixels of an image; the depth of an image is 1.
         step, span: inputs and outputs from a cell to the next.
         phases: the taps of each phase, with their shifts from a cell's first input.
-        least, most: the least and the greatest shift along each axis.
+        parts: parts of TF32 of a value.
+        chunks, split_chunks: chunks of channels, in all and of a block.
+        grid: tiles of an image.
+        channel_blocks: blocks of a group's output channels.
+        blocks: thread blocks of each split.
+        copy_bytes: bytes of an asynchronous copy; 0 where pixels are loaded through registers.
+        wide: neighbouring pixels that are loaded together through registers.
+        first, patch: the least shift of a block's patch, and its pixels; columns in whole groups of ``wide``.
+        pitch: bytes from a pixel of the patch to the next.
+        vector: outputs that are stored together.
+        packed_bytes: bytes of the packed weights, with one tap more, which is fetched and not used.
+        partial_bytes: bytes of the partial sums of split-K.
     """
 
     def __init__(self, config: Config, direction: Pass, tile: Tile) -> None:
-        p = config.problem
+        p, order = config.problem, 1 if direction == "forward" else -1
         self.config, self.direction, self.tile = config, direction, tile
-        self.batch, self.groups, self.itemsize = p.batch, p.groups, config.dtype.itemsize
-        self.parts = 2 if config.is_ieee else 1
-        self.channels_last = config.channels_last
-        order = 1 if direction == "forward" else -1
+        self.groups, self.itemsize, self.channels_last = p.groups, config.dtype.itemsize, config.channels_last
         self.in_channels, self.out_channels = (p.gemm_k, p.group_out_channels)[::order]
         self.inputs, self.outputs = (three_axes(p.input_size), three_axes(p.output_size))[::order]
         self.step, self.span = (three_axes(()), three_axes(p.stride))[::order]
-        self.phases, self.least, self.most = _phases(p.kernel_size, p.stride, p.padding, p.dilation, direction)
+        self.phases, least, most = _phases(p.kernel_size, p.stride, p.padding, p.dilation, direction)
+        self.parts = 2 if config.is_ieee else 1
 
-    @cached_property
-    def chunks(self) -> int:
-        return -(-self.in_channels * self.itemsize // (16 * self.tile.units))
+        self.chunks = -(-self.in_channels * self.itemsize // (16 * tile.units))
+        self.split_chunks = -(-self.chunks // tile.splits)
+        covered = zip(self.outputs, self.span, tile.cells, strict=True)
+        self.grid = three_axes([-(-outputs // (span * cells)) for outputs, span, cells in covered])
+        self.channel_blocks = -(-self.out_channels // tile.channels)
+        phase_sets = len(self.phases) // tile.phases
+        self.blocks = p.batch * math.prod(self.grid) * p.groups * phase_sets * self.channel_blocks
 
-    @cached_property
-    def split_chunks(self) -> int:
-        return -(-self.chunks // self.tile.splits)
-
-    @cached_property
-    def grid(self) -> Extent3:
-        """Tiles of an image."""
-        sizes = zip(self.outputs, self.span, self.tile.cells, strict=True)
-        return three_axes([-(-outputs // (span * cells)) for outputs, span, cells in sizes])
-
-    @property
-    def channel_blocks(self) -> int:
-        return -(-self.out_channels // self.tile.channels)
-
-    @cached_property
-    def blocks(self) -> int:
-        """Thread blocks of each split."""
-        phase_sets = len(self.phases) // self.tile.phases
-        return self.batch * math.prod(self.grid) * self.groups * phase_sets * self.channel_blocks
-
-    @cached_property
-    def copy_bytes(self) -> int:
-        """Bytes of an asynchronous copy; 0 where pixels are loaded through registers."""
         if self.channels_last:
             together = math.gcd(16, self.in_channels * self.itemsize)
-            return together if together >= 4 else 0
-        # Four pixels of four channels take as many instructions through registers as one pixel by asynchronous copies.
-        return 4 if self.itemsize == 4 and self.inputs[2] % 4 else 0
+            self.copy_bytes = together if together >= 4 else 0
+        else:  # four pixels of four channels take as many instructions through registers as one pixel by copies
+            self.copy_bytes = 4 if self.itemsize == 4 and self.inputs[2] % 4 else 0
+        self.wide = 1 if self.copy_bytes or self.channels_last else math.gcd(4, self.inputs[2])
+        self.first = *least[:2], least[2] // self.wide * self.wide
+        axes = zip(tile.cells, self.step, self.first, most, strict=True)
+        depth, height, width = ((cells - 1) * step + last - first + 1 for cells, step, first, last in axes)
+        self.patch = depth, height, up_to_multiple(width, self.wide)
+        self.pitch = (tile.units | 1) * 16
 
-    @property
-    def wide(self) -> int:
-        """Neighbouring pixels that are loaded together through registers."""
-        return 1 if self.copy_bytes or self.channels_last else math.gcd(4, self.inputs[2])
-
-    @cached_property
-    def patch(self) -> tuple[Extent3, Extent3]:
-        """The least shift of a block's patch, and its pixels; columns in whole groups of :attr:`wide`."""
-        depth, height, width = self.least
-        first = depth, height, width // self.wide * self.wide
-        axes = zip(self.tile.cells, self.step, first, self.most, strict=True)
-        depth, height, width = ((cells - 1) * step + most - least + 1 for cells, step, least, most in axes)
-        return first, (depth, height, up_to_multiple(width, self.wide))
-
-    @property
-    def pitch(self) -> int:
-        """Bytes from a pixel of the patch to the next."""
-        return (self.tile.units | 1) * 16
-
-    @property
-    def stored_bytes(self) -> int:
-        """Bytes of an output as it is stored: partial sums of split-K are float32."""
-        return 4 if self.tile.splits > 1 else self.itemsize
-
-    @cached_property
-    def vector(self) -> int:
-        """Outputs that are stored together."""
-        most = 16 // self.stored_bytes
+        stored_bytes = 4 if tile.splits > 1 else self.itemsize  # partial sums of split-K are float32
+        self.vector = 16 // stored_bytes
         if self.channels_last:
-            return math.gcd(most, self.out_channels)
-        if self.tile.phases < self.span[2]:  # phases between them belong to other blocks
-            return 1
-        return math.gcd(most, self.outputs[2], self.tile.cells[2] * self.tile.phases)
-
-    @cached_property
-    def shared_bytes(self) -> int:
-        outputs, pixels = math.prod(self.tile.cells) * self.tile.phases, math.prod(self.patch[1])
-        channels = self.tile.warps[1] // self.tile.phases * min(self.tile.tiles[1], 16 // self.stored_bytes) * 8
+            self.vector = math.gcd(self.vector, self.out_channels)
+        elif tile.phases < self.span[2]:  # phases between them belong to other blocks
+            self.vector = 1
+        else:
+            self.vector = math.gcd(self.vector, self.outputs[2], tile.cells[2] * tile.phases)
+        outputs, pixels = math.prod(tile.cells) * tile.phases, math.prod(self.patch)
+        channels = tile.warps[1] // tile.phases * min(tile.tiles[1], 16 // stored_bytes) * 8
         lines, line = (outputs, channels) if self.channels_last else (channels, outputs)
-        places = max(pixels, outputs) * (8 if self.config.problem.image_elements > INT32_MAX else 4)
-        return up_to_multiple(places, 16) + max(_STAGES * pixels * self.pitch, lines * (line * self.stored_bytes + 16))
+        places = max(pixels, outputs) * (8 if p.image_elements > INT32_MAX else 4)
+        staged = max(_STAGES * pixels * self.pitch, lines * (line * stored_bytes + 16))
+        self.shared_bytes = up_to_multiple(places, 16) + staged
 
-    @cached_property
-    def packed_bytes(self) -> int:
-        """Bytes of the packed weights, with one tap more, which is fetched and not used."""
-        taps = self.groups * self.channel_blocks * self.chunks * self.config.problem.taps
-        return (taps + 1) * self.parts * self.tile.units * self.tile.channels * 16
-
-    @property
-    def partial_bytes(self) -> int:
-        """Bytes of the partial sums of split-K."""
-        outputs = self.batch * self.groups * self.out_channels * math.prod(self.outputs)
-        return 4 * outputs * self.tile.splits if self.tile.splits > 1 else 0
+        taps = self.groups * self.channel_blocks * self.chunks * p.taps + 1
+        self.packed_bytes = taps * self.parts * tile.units * tile.channels * 16
+        sums = p.batch * p.groups * self.out_channels * math.prod(self.outputs)
+        self.partial_bytes = 4 * sums * tile.splits if tile.splits > 1 else 0
 
     def seconds(self, spec: DeviceSpec) -> float:
         """Estimated seconds: blocks share the tensor cores, and each takes its own time for everything else."""
-        tile, pixels = self.tile, math.prod(self.patch[1])
+        tile, pixels = self.tile, math.prod(self.patch)
         # Taps of a block: the most of its column phases; the mean of row phases, which are other blocks.
         sets = [max(map(len, self.phases[i : i + tile.phases])) for i in range(0, len(self.phases), tile.phases)]
         taps = sum(sets) / len(sets)
@@ -300,15 +262,11 @@ class GemmMma(Kernel):
                 phases, cells = math.gcd(warps_n, layer.span[2]), (tile_d, tile_h, tile_w)
                 tile = Tile((warps_m, warps_n), (tiles_m, tiles_n), phases, cells, units)
                 work = work_of(config, direction, tile)
-                if work.shared_bytes > config.spec.shared_bytes:
-                    continue
                 # Beside one part: as many parts as fill the GPU with blocks once, or twice.
                 room = tile.resident(work.parts) * config.spec.multiprocessors // work.blocks
                 for splits in {1, *(min(count, work.chunks) for count in (room, 2 * room) if room > 1)}:
                     split = changed(tile, splits=even_share(work.chunks, splits))
-                    of_split = work_of(config, direction, split)
-                    fits = of_split.shared_bytes <= config.spec.shared_bytes
-                    if fits and of_split.partial_bytes <= config.workspace_limit:
+                    if self.fitted(config, direction, split) is not None:
                         yield split
 
     def seconds(self, config: Config, direction: Pass, tile: Tile) -> float:
@@ -325,7 +283,7 @@ class GemmMma(Kernel):
 
     def program(self, config: Config, direction: Pass, tile: Tile) -> Program:
         work, is_split = Work(config, direction, tile), tile.splits > 1
-        first, patch = work.patch
+        first, patch = work.first, work.patch
         begins = [*itertools.accumulate(map(len, work.phases), initial=0)]
         offsets = [
             (((d - first[0]) * patch[1] + h - first[1]) * patch[2] + w - first[2]) * work.pitch
@@ -335,7 +293,7 @@ class GemmMma(Kernel):
         params: Params = {
             "input, packed": ("input", "packed"),
             "bias, output": ("bias" if direction == "forward" else None, "partials" if is_split else "output"),
-            "batch, groups": (work.batch, work.groups),
+            "batch, groups": (config.problem.batch, work.groups),
             "in_channels, out_channels": (work.in_channels, work.out_channels),
             "in_d, in_h, in_w": work.inputs,
             "out_d, out_h, out_w": work.outputs,
@@ -356,9 +314,8 @@ class GemmMma(Kernel):
         ]
         scratch = {"packed": work.packed_bytes}
         if is_split:
-            launches.append(
-                reduce.sums(config.dtype, work.partial_bytes // (4 * tile.splits), tile.splits, "partials", "output")
-            )
+            sums = work.partial_bytes // (4 * tile.splits)
+            launches.append(reduce.sums(config.dtype, sums, tile.splits, "partials", "output"))
             scratch["partials"] = work.partial_bytes
         return gathering(config, direction, launches, scratch)
 

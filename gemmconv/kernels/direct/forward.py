@@ -33,9 +33,7 @@ LONGEST_SUM = _MOST_SPLIT * _LONGEST_SUM
 _REGISTERS = (64, 80, 128, 168)  # register limits of a thread: 8, 6, 4 or 3 blocks of 128 threads a multiprocessor
 _OTHER_REGISTERS = 32  # registers of a thread beside sums and window
 _MOST_TRIPS, _BUSY_BLOCKS = 8, 6  # most loop trips of a block; blocks that keep a multiprocessor busy
-# A depthwise thread has two cells in channels_last, which share what they read, while they have no more sums than this:
-# k8 s4 in float32 takes 33 us with two cells (32 sums) and 37 with one, k16 s8 85 with two (64 sums) and 76 with one.
-_MOST_PAIR_SUMS = 32
+_MOST_PAIR_SUMS = 32  # of two cells that a depthwise thread has in channels_last, which share what they read
 _WIDEST_KERNEL = 64  # taps whose window a thread can keep in registers
 _WIDEST_STRIDE = 32
 # Fields of a tile that is not depthwise: lanes_w, cells, rows, phases, planes, channels_out and split.
@@ -114,7 +112,6 @@ class _Layer:
         # its length.
         parts = -(-longest_sum(problem) // _LONGEST_SUM) if dtype == torch.float32 else 1
         self.least_split = min(_MOST_SPLIT, power_of_two(parts), 1 << (self.channels_in.bit_length() - 1))
-        self.bytes_ratio = spec.bytes_ratio
         reached = ([phase for phase in problem.phases(axis) if phase.taps] for axis in (0, 1))
         self.tap_phases_h, self.tap_phases_w = map(len, reached)
 
@@ -318,7 +315,7 @@ class _Layer:
         # Stores cost more the fewer contiguous bytes they have.
         run = tile.lanes_w * tile.cells * self.problem.stride[1]
         stored = tile.planes * tile.channels_out * tile.rows * self.problem.stride[0] * run
-        moved = stored * self.item_bytes / (_COST.bytes_a_cycle * self.bytes_ratio)
+        moved = stored * self.item_bytes / (_COST.bytes_a_cycle * self.spec.bytes_ratio)
         if self.channels_last:  # sectors of which a block stores a part cost more; rows of bias alone are whole pixels
             neighbours = tile.planes if tile.channels_out == self.channels_out else 1
             parts = neighbours * tile.channels_out * self.item_bytes % 32 > 0

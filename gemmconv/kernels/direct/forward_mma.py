@@ -19,7 +19,7 @@ from gemmconv.hashing import cached_property
 from gemmconv.kernels.base import Config, Pass
 from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.direct.forward import DirectKernel, clock_of
-from gemmconv.kernels.integers import even_share, power_of_two, up_to_multiple
+from gemmconv.kernels.integers import covering, even_share, power_of_two, up_to_multiple
 from gemmconv.kernels.macros import ELEMENT_TYPES, TENSOR_CORE_TYPES, Macros, geometry_macros, named_macros, table
 from gemmconv.kernels.menu import menu_of, samples
 from gemmconv.kernels.phases import cells_of, phase_shifts, reach_of
@@ -87,10 +87,6 @@ class Tile:
         """For each M tile, the pairs of a row phase (of the turn) and a column phase that its 16 rows belong to."""
         return _m_tile_lines(self.problem.stride[1], self.row_phases, self.channels)
 
-    @property
-    def m_tiles(self) -> int:
-        return len(self.m_tile_lines)
-
     @cached_property
     def used_tiles(self) -> frozenset[int]:
         """The M tiles that any step is for: those that take registers."""
@@ -139,11 +135,6 @@ class Tile:
         """Rows and columns of the patch."""
         height, width = (self.size[axis] + last - first for axis, (first, last) in enumerate(self.reach))
         return height, up_to_multiple(width + self.lead, self.pixels)
-
-    @property
-    def stage_turns(self) -> int:
-        """Times that a thread loads for a patch."""
-        return -(-math.prod(self.patch) // self.pixels * -(-self.words // 4) // self.threads)
 
     @cached_property
     def reach(self) -> tuple[Pair, Pair]:
@@ -211,8 +202,7 @@ class Tile:
     @property
     def tiles(self) -> Pair:
         """Tiles of an image, down and across."""
-        height, width = (-(-count // size) for count, size in zip(cells_of(self.problem), self.size, strict=True))
-        return height, width
+        return covering(cells_of(self.problem), self.size)
 
     def cycles_of(self, problem: Problem) -> float:
         """Roughly the cycles that a multiprocessor takes for its share of the layer at the sizes of ``problem``.
@@ -221,8 +211,9 @@ class Tile:
         its own loads and stores.
         """
         alone, busy, moved = self._costs
-        down, across = (-(-count // size) for count, size in zip(cells_of(problem), self.size, strict=True))
-        tiles = problem.batch * down * across * self.sets / self.spec.multiprocessors
+        tiles = (
+            problem.batch * math.prod(covering(cells_of(problem), self.size)) * self.sets / self.spec.multiprocessors
+        )
         rounds = max(1.0, tiles / self.blocks_resident)
         alone *= math.ceil(rounds) if rounds < 4 else rounds
         busy, moved = busy * tiles, moved * tiles
@@ -244,7 +235,8 @@ class Tile:
             loading = copies * _COST.copy_instructions
         else:
             words = self.pixels * min(4, self.words)
-            loading = self.stage_turns * (_COST.stage_instructions + words * _COST.word_instructions)
+            loads = -(-math.prod(self.patch) // self.pixels * -(-self.words // 4) // self.threads)
+            loading = loads * (_COST.stage_instructions + words * _COST.word_instructions)
         issued = self.groups * products + turns * outputs + loading + _COST.block_instructions
 
         # A block alone.
@@ -294,9 +286,10 @@ def _menu(problems: tuple[Problem, ...], itemsize: int, channels_last: bool, spe
 
 def tiles_of(problem: Problem, itemsize: int, channels_last: bool, spec: DeviceSpec = REFERENCE) -> Iterator[Tile]:
     """The tiles that a problem may have: those that fit registers and shared memory. None for depthwise layers."""
-    if not _served(problem, itemsize, channels_last):
+    p, channels_out, weights = problem, problem.group_out_channels, problem.gemm_k * problem.gemm_m
+    whole_words = not channels_last or p.gemm_k * itemsize % 4 == 0  # to copy
+    if weights == p.taps or weights > _MOST_WEIGHTS or not whole_words:
         return
-    p, channels_out = problem, problem.group_out_channels
     row_tiles = power_of_two(-(-cells_of(p)[1] // 8))  # of 8 cells, that a row of an image fills
     most_channels = channels_out if channels_last else up_to_multiple(channels_out, 8)
     for groups, channels in itertools.product((1, 2, 4, 8), {most_channels, min(16, most_channels)}):
@@ -306,9 +299,9 @@ def tiles_of(problem: Problem, itemsize: int, channels_last: bool, spec: DeviceS
         for row_phases, n_tiles in itertools.product({1, p.stride[0]}, (8, 4, 2, 1)):
             shape = row_phases, channels, n_tiles, groups, warps_m
             tile = Tile(p, itemsize, channels_last, *shape, spec=spec)
-            if tile.sets > MAX_GRID_Y or tile.m_tiles > _MOST_M_TILES or sum(map(len, tile.turns)) > _MOST_STEPS:
+            if tile.sets > MAX_GRID_Y or sum(map(len, tile.turns)) > _MOST_STEPS:
                 continue
-            if len(tile.used_tiles) * n_tiles > _ACCUMULATORS:
+            if len(tile.m_tile_lines) > _MOST_M_TILES or len(tile.used_tiles) * n_tiles > _ACCUMULATORS:
                 continue
             for warps in (_WARPS, _WARPS // 2):
                 warps_n = max(1, warps // warps_m)
@@ -318,13 +311,6 @@ def tiles_of(problem: Problem, itemsize: int, channels_last: bool, spec: DeviceS
                     shaped = replace(tile, warps_n=warps_n, row_tiles=1 << i)
                     if shaped.shared_bytes <= LEAST_SHARED_BYTES:
                         yield shaped
-
-
-def _served(problem: Problem, itemsize: int, channels_last: bool) -> bool:
-    """Whether groups have several channels, whole words to copy, and not too many weights: what no size changes."""
-    weights = problem.gemm_k * problem.gemm_m
-    whole_words = not channels_last or problem.gemm_k * itemsize % 4 == 0
-    return weights != problem.taps and weights <= _MOST_WEIGHTS and whole_words
 
 
 @lru_cache(maxsize=1024)
@@ -376,10 +362,7 @@ def forward_macros(tile: Tile, dtype: torch.dtype) -> Macros:
     begins = [sum(map(len, tile.turns[:i])) for i in range(len(tile.turns) + 1)]
     pairs = [(i, m) for i, step in enumerate(steps) for m in step.m_tiles]
     first_pairs = [sum(len(step.m_tiles) for step in steps[:begin]) for begin in begins]
-
-    def code(shift: Shift | None) -> int:
-        return -1 if shift is None else (shift[0] - first_h) * _SHIFT_BASE + shift[1] - first_w
-
+    shifts = [shift or (first_h, first_w - 1) for step in steps for shift in step.shifts]  # none is -1
     return {
         "ELEMENT_T": ELEMENT_TYPES[dtype],
         "IN_CHANNELS": p.gemm_k,
@@ -400,7 +383,7 @@ def forward_macros(tile: Tile, dtype: torch.dtype) -> Macros:
         "STEPS": len(steps),
         "PAIRS": len(pairs),
         "STEP_BEGIN": table(begins),
-        "STEP_SHIFTS": table([code(shift) for step in steps for shift in step.shifts]),
+        "STEP_SHIFTS": table([(h - first_h) * _SHIFT_BASE + w - first_w for h, w in shifts]),
         "STEP_WORD": table([step.first_word for step in steps]),
         "STEP_TURN": table([i for i, turn in enumerate(tile.turns) for _ in turn]),
         "STEP_TILES": table([sum(1 << m for m in step.m_tiles) for step in steps]),
@@ -425,24 +408,13 @@ class DirectForwardMma(DirectKernel):
     )
 
     def tiles(self, config: Config, direction: Pass) -> Iterator[Tile]:
-        if self.tile(config, direction) is not None:
+        if not config.is_ieee:  # whose products may not be rounded to what tensor cores take
             yield from tiles_of(config.problem, config.dtype.itemsize, config.channels_last, config.spec)
 
     def tile(self, config: Config, direction: Pass) -> Tile | None:
-        if config.is_ieee:  # whose products may not be rounded to what tensor cores take
+        if config.is_ieee:
             return None
         return tile_of(config.problem, config.dtype.itemsize, config.channels_last, config.spec)
-
-    def why_not_device_or_dtype(self, config: Config, direction: Pass) -> str | None:
-        if (reason := super().why_not_device_or_dtype(config, direction)) is not None:
-            return reason
-        served = _served(config.problem, config.dtype.itemsize, config.channels_last) and not config.is_ieee
-        return None if served else f"it is for {self.serves}"
-
-    def why_not_sizes(self, config: Config, direction: Pass) -> str | None:
-        if self.tile(config, direction) is None:  # which takes the least to find
-            return f"it is for {self.serves}"
-        return super().why_not_sizes(config, direction)
 
     def seconds(self, config: Config, direction: Pass, tile: Tile) -> float:
         return _COST.launch_seconds + _COST.factor * tile.cycles_of(tile.problem) / clock_of(config)

@@ -17,7 +17,7 @@ from gemmconv.kernels.base import DEFAULT_WORKSPACE_LIMIT, Config, Pass
 from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.direct.forward import DirectKernel, slowest_elsewhere
 from gemmconv.kernels.direct.patch import Patch, gradients_program, problem_macros
-from gemmconv.kernels.integers import even_share, power_of_two, power_of_two_within, up_to_multiple
+from gemmconv.kernels.integers import covering, even_share, power_of_two, power_of_two_within, up_to_multiple
 from gemmconv.kernels.layout.transpose import gradients_transpose_seconds
 from gemmconv.kernels.macros import TENSOR_CORE_TYPES, Macros, named_macros
 from gemmconv.kernels.menu import menu_of, samples
@@ -114,8 +114,7 @@ class Tile:
     @property
     def tiles(self) -> Pair:
         """Tiles down an image and across it."""
-        (height, width), (rows, columns) = self.problem.input_size, self.size
-        return -(-height // rows), -(-width // columns)
+        return covering(self.problem.input_size, self.size)
 
     @property
     def weight_blocks(self) -> int:
@@ -225,8 +224,7 @@ class DirectGradsMma(DirectKernel):
             **problem_macros(p, config.dtype),
         }
         params: Params = {
-            "grad_output, input, weight": ("grad_output", "input", "weight"),
-            "grad_input": "grad_input",
+            "grad_output, input, weight, grad_input": ("grad_output", "input", "weight", "grad_input"),
             **result_params(slices),
             "groups": p.groups,
             "h_in, w_in, h_out, w_out": (*p.input_size, *p.output_size),

@@ -13,21 +13,9 @@ from gemmconv.geometry import Problem
 from gemmconv.hashing import cached_property
 from gemmconv.kernels.base import Config, Pass
 from gemmconv.kernels.costs import costs_of
+from gemmconv.kernels.direct import patch as staging
 from gemmconv.kernels.direct.forward import DirectKernel, seconds_of_parts
-from gemmconv.kernels.direct.patch import (
-    PREFETCH_WORDS,
-    SHARED,
-    STATIC_SHARED,
-    UNROLLED,
-    Patch,
-    Tile,
-    halved,
-    pixel_threads_of,
-    problem_macros,
-    rows_of,
-    smaller,
-    taps_of,
-)
+from gemmconv.kernels.direct.patch import Patch, Tile
 from gemmconv.kernels.integers import even_share, power_of_two, power_of_two_within, up_to_multiple
 from gemmconv.kernels.layout.transpose import transpose_seconds
 from gemmconv.kernels.macros import Macros, named_macros
@@ -84,10 +72,9 @@ class InputGradTile(Tile):
     def prefetches(self) -> bool:
         """Whether a chunk's loads go on while the one before is computed.
 
-        Not those of 16-bit elements: converting them takes registers beside those of the loads. KernelBench 75 in
-        float16 took 504 us with, 394 without, in as many blocks; in twice as many, of two channels each, 392 and 274.
+        Not those of 16-bit elements: converting them takes registers beside those of the loads.
         """
-        return self.itemsize != 2 and self.patch.words <= min(PREFETCH_WORDS, 64 - self.sum_words)
+        return self.itemsize != 2 and self.patch.words <= min(staging.PREFETCH_WORDS, 64 - self.sum_words)
 
     def resident(self, wide_index: bool) -> int:
         """Blocks that a multiprocessor is to have registers for."""
@@ -112,58 +99,41 @@ def input_grad_tile(problem: Problem, itemsize: int, multiprocessors: int = REFE
     wide = itemsize == 8
     height, channels_out = problem.input_size[0], problem.group_out_channels
     channels = even_share(problem.gemm_k, 4 if wide else 8)
-    rows = rows_of(height, min(8 if channels <= 2 else 4, (16 if wide else 32) // channels))
+    rows = staging.rows_of(height, min(8 if channels <= 2 else 4, (16 if wide else 32) // channels))
     threads = 256 if rows <= 4 else 128
-    taps = taps_of(problem, UNROLLED // (rows * channels))
+    taps = staging.taps_of(problem, staging.UNROLLED // (rows * channels))
     channel_tiles = -(-problem.gemm_k // channels)
     channel_threads = min((4, 2, 1), key=lambda threads: up_to_multiple(channel_tiles, threads))
     pixel_threads = threads // channel_threads
-    row_threads, column_threads = pixel_threads_of(problem, taps[1], rows, pixel_threads)
+    row_threads, column_threads = staging.pixel_threads_of(problem, taps[1], rows, pixel_threads)
     planes = power_of_two_within(problem.batch * problem.groups, pixel_threads // (row_threads * column_threads))
     pixels = rows, column_threads, row_threads, taps
     tile = InputGradTile(problem, itemsize, *pixels, channels, planes, channel_threads, chunk_channels=1)
 
     # Room in shared memory, then blocks for every multiprocessor.
-    while tile.shared_bytes > SHARED:
+    while tile.shared_bytes > staging.SHARED:
         if tile.planes > 1 or (tile.row_threads > 1 and tile.threads > 128):
-            tile = halved(tile, "planes", "row_threads")
+            tile = staging.halved(tile, "planes", "row_threads")
         elif tile.rows > 2:
-            tile = replace(tile, rows=rows_of(height, tile.rows // 2))
+            tile = replace(tile, rows=staging.rows_of(height, tile.rows // 2))
         elif tile.row_threads > 1 and tile.threads > 32:
-            tile = halved(tile, "row_threads")
+            tile = staging.halved(tile, "row_threads")
         else:
             break
-    while tile.shared_bytes > STATIC_SHARED:
-        tile = smaller(tile)
+    while tile.shared_bytes > staging.STATIC_SHARED:
+        tile = staging.smaller(tile)
     few = math.prod(tile.grid[:2]) < 2 * multiprocessors
     while few and tile.threads > 64 and tile.planes * tile.row_threads > 1:
-        tile = halved(tile, "planes", "row_threads")
+        tile = staging.halved(tile, "planes", "row_threads")
 
     # Channels in a chunk: all, or as many as can be loaded while a chunk is computed.
     fitting = [tile]
     for chunk_channels in sorted({-(-channels_out // chunks) for chunks in range(1, channels_out + 1)}):
         larger = replace(tile, chunk_channels=chunk_channels)
-        if larger.shared_bytes <= (_SHARED_FOR_TWO if itemsize == 2 and chunk_channels == 2 else SHARED):
+        if larger.shared_bytes <= (_SHARED_FOR_TWO if itemsize == 2 and chunk_channels == 2 else staging.SHARED):
             fitting.append(larger)
     prefetched = [larger for larger in fitting if larger.prefetches]
     return prefetched[-1] if prefetched and fitting[-1].chunk_channels < channels_out else fitting[-1]
-
-
-def input_grad_macros(tile: InputGradTile, dtype: torch.dtype) -> Macros:
-    """Macros that specialise csrc/direct/input_grad.cu."""
-    channels_out = tile.problem.group_out_channels
-    one_chunk_of_taps = tile.taps == tile.problem.kernel_size
-    beside_patch = STATIC_SHARED - tile.patch.elements * tile.sum_bytes
-    weights_once = one_chunk_of_taps and tile.weight_bytes(channels_out) <= min(_WEIGHTS, beside_patch)
-    several_chunks = tile.chunk_channels < channels_out or not one_chunk_of_taps
-    geometry = problem_macros(tile.problem, dtype)
-    return {
-        **named_macros(tile, "rows column_threads row_threads taps channels planes channel_threads chunk_channels"),
-        "WEIGHTS_ONCE": int(weights_once),
-        "MIN_BLOCKS": tile.resident("INDEX_64" in geometry),
-        **tile.patch.macros(several_chunks and tile.prefetches),
-        **geometry,
-    }
 
 
 class DirectInputGrad(DirectKernel):
@@ -181,10 +151,22 @@ class DirectInputGrad(DirectKernel):
 
     def program(self, config: Config, direction: Pass, tile: InputGradTile) -> Program:
         p, output = config.problem, grad_input_of(config, torch.contiguous_format)
+        alignment, nchw = tile.patch.vector * config.dtype.itemsize, torch.contiguous_format
+        operands = Operand("grad_output", nchw, alignment), Operand("weight", None)
         if not p.batch:
-            operands = Operand("grad_output", None), Operand("weight", None)
             return Program(config.dtype, operands, (output,), (clearing(config, output),))
-        macros = input_grad_macros(tile, config.dtype)
+        one_chunk_of_taps = tile.taps == p.kernel_size
+        beside_patch = staging.STATIC_SHARED - tile.patch.elements * tile.sum_bytes
+        weights_once = one_chunk_of_taps and tile.weight_bytes(p.group_out_channels) <= min(_WEIGHTS, beside_patch)
+        several_chunks = tile.chunk_channels < p.group_out_channels or not one_chunk_of_taps
+        geometry = staging.problem_macros(p, config.dtype)
+        macros: Macros = {
+            **named_macros(tile, "rows column_threads row_threads taps channels planes channel_threads chunk_channels"),
+            "WEIGHTS_ONCE": int(weights_once),
+            "MIN_BLOCKS": tile.resident("INDEX_64" in geometry),
+            **tile.patch.macros(several_chunks and tile.prefetches),
+            **geometry,
+        }
         pixel_blocks, plane_blocks, tiles_w = tile.grid
         params: Params = {
             "grad_output, weight, grad_input": ("grad_output", "weight", "grad_input"),
@@ -195,8 +177,6 @@ class DirectInputGrad(DirectKernel):
         }
         grid, block = plane_grid(pixel_blocks, plane_blocks), (tile.threads, 1, 1)
         launch = Launch("direct/input_grad.cu", macros, grid, block, params)
-        alignment, nchw = int(macros["VECTOR"]) * config.dtype.itemsize, torch.contiguous_format
-        operands = Operand("grad_output", nchw, alignment), Operand("weight", None)
         return Program(config.dtype, operands, (output,), (launch,))
 
 

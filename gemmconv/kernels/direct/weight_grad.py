@@ -17,23 +17,10 @@ from gemmconv.geometry import Pair, Problem
 from gemmconv.hashing import cached_property
 from gemmconv.kernels.base import Config, Pass
 from gemmconv.kernels.costs import costs_of
+from gemmconv.kernels.direct import patch as staging
 from gemmconv.kernels.direct.forward import DirectKernel, slowest_elsewhere
-from gemmconv.kernels.direct.patch import (
-    PREFETCH_WORDS,
-    SHARED,
-    STATIC_SHARED,
-    UNROLLED,
-    Patch,
-    Tile,
-    gradients_program,
-    halved,
-    pixel_threads_of,
-    problem_macros,
-    rows_of,
-    smaller,
-    taps_of,
-)
-from gemmconv.kernels.integers import power_of_two_within
+from gemmconv.kernels.direct.patch import Patch, Tile
+from gemmconv.kernels.integers import covering, power_of_two_within
 from gemmconv.kernels.layout.transpose import gradients_transpose_seconds, transpose_seconds
 from gemmconv.kernels.macros import Macros, named_macros
 from gemmconv.kernels.program import MAX_GRID_Y, Launch, Params, Program, weight_strides
@@ -91,8 +78,7 @@ class WeightGradTile(Tile):
     @property
     def tiles(self) -> tuple[int, int, int]:
         """Tiles over images, down an image and across it."""
-        (height, width), (rows, columns) = self.problem.input_size, self.size
-        return -(-self.problem.batch // self.images), -(-height // rows), -(-width // columns)
+        return -(-self.problem.batch // self.images), *covering(self.problem.input_size, self.size)
 
     @property
     def weight_blocks(self) -> int:
@@ -100,8 +86,7 @@ class WeightGradTile(Tile):
         problem = self.problem
         co_blocks = -(-problem.group_out_channels // (self.co_channels * self.co_threads))
         ci_blocks = -(-problem.gemm_k // (self.ci_channels * self.ci_threads))
-        tap_blocks = math.prod(-(-problem.kernel_size[axis] // self.taps[axis]) for axis in (0, 1))
-        return problem.groups * co_blocks * ci_blocks * tap_blocks
+        return problem.groups * co_blocks * ci_blocks * math.prod(covering(problem.kernel_size, self.taps))
 
     def resident(self, input_grad: bool) -> int:
         """Blocks that a multiprocessor is to have registers for."""
@@ -111,19 +96,12 @@ class WeightGradTile(Tile):
         many = input_grad and self.threads >= 128 and (self.sums + beside) * words > _MANY_WORDS
         return max(1, min(8, (768 if few else 384 if many else 512) // self.threads))
 
-    def spare_words(self, input_grad: bool) -> int:
-        """Registers left for loads of grad_output, beside sums, inputs and their gradients."""
-        registers = min(255, REGISTERS // (self.resident(input_grad) * self.threads) // 8 * 8)
-        words = (self.sums + self.rows * self.ci_channels * (1 + input_grad)) * self.sum_bytes // 4
-        words += 16 if self.threads < 128 else 0  # small blocks are so many that their threads have few registers
-        return registers - _OTHER_WORDS - words
-
     @property
     def computes_both(self) -> bool:
         """Whether a thread has all that an input pixel receives, and shared memory has room for the weights."""
         weights = self.ci_threads * self.sums * self.sum_bytes
         whole = self.co_channels == self.problem.group_out_channels and self.taps == self.problem.kernel_size
-        return whole and self.shared_bytes + weights <= STATIC_SHARED
+        return whole and self.shared_bytes + weights <= staging.STATIC_SHARED
 
 
 @lru_cache(maxsize=1024)
@@ -136,11 +114,11 @@ def weight_grad_tile(
     """
     most_sums = 32 if itemsize == 8 else 64
     height, channels_out = problem.input_size[0], problem.group_out_channels
-    taps = taps_of(problem, most_sums)
+    taps = staging.taps_of(problem, most_sums)
     ci_channels = _share(problem.gemm_k, max(1, min(8, most_sums // math.prod(taps))))
     co_channels = _share(channels_out, max(1, min(4, most_sums // (math.prod(taps) * ci_channels))))
     sums = math.prod(taps) * ci_channels * co_channels
-    rows = rows_of(height, min(8, most_sums // 4 // ci_channels, UNROLLED // sums))
+    rows = staging.rows_of(height, min(8, most_sums // 4 // ci_channels, staging.UNROLLED // sums))
     ci_tiles, co_tiles = -(-problem.gemm_k // ci_channels), -(-channels_out // co_channels)
 
     def idle_and_read_again(threads: Pair) -> Pair:
@@ -151,30 +129,30 @@ def weight_grad_tile(
     candidates = [(ci, co) for ci in (1, 2, 4) for co in (1, 2, 4) if ci * co <= 4]
     ci_threads, co_threads = min(candidates, key=idle_and_read_again)
     pixel_threads = _THREADS // (co_threads * ci_threads)
-    row_threads, column_threads = pixel_threads_of(problem, taps[1], rows, pixel_threads)
+    row_threads, column_threads = staging.pixel_threads_of(problem, taps[1], rows, pixel_threads)
     images = power_of_two_within(problem.batch, pixel_threads // (row_threads * column_threads))
     images = max(images, 32 // (row_threads * column_threads))  # images that there are not take no part
     pixels = rows, column_threads, row_threads, taps
     tile = WeightGradTile(problem, itemsize, *pixels, 1, ci_channels, co_channels, images, ci_threads, co_threads)
 
     # Tiles become smaller until shared memory has room for them, then as small as they may be if blocks are few.
-    while tile.shared_bytes > SHARED:
+    while tile.shared_bytes > staging.SHARED:
         if tile.rows > 4:
-            tile = replace(tile, rows=rows_of(height, tile.rows // 2))
+            tile = replace(tile, rows=staging.rows_of(height, tile.rows // 2))
         elif tile.pixel_threads > 32:
-            tile = halved(tile, *_PIXEL_THREADS)
+            tile = staging.halved(tile, *_PIXEL_THREADS)
         else:
             break
-    while tile.shared_bytes > STATIC_SHARED:
-        tile = smaller(tile)
+    while tile.shared_bytes > staging.STATIC_SHARED:
+        tile = staging.smaller(tile)
     few = math.prod(tile.tiles) * tile.weight_blocks < 2 * multiprocessors
     while few and tile.pixel_threads > 32:
-        tile = halved(tile, *_PIXEL_THREADS)
+        tile = staging.halved(tile, *_PIXEL_THREADS)
 
     # Longer tiles for many sums: loading the next tile beside this one would take registers that they have not.
     if tile.sums * tile.sum_bytes // 4 > _FEW_WORDS and not input_grad:
         longer = (replace(tile, steps=steps) for steps in (4, 2))
-        longest = next((one for one in longer if one.shared_bytes <= SHARED), tile)
+        longest = next((one for one in longer if one.shared_bytes <= staging.SHARED), tile)
         many = math.prod(longest.tiles) * longest.weight_blocks >= 8 * multiprocessors
         if many and longest.rows * longest.row_threads * (longest.steps - 1) < height:
             return longest
@@ -197,16 +175,19 @@ def _slices(config: Config, tile: WeightGradTile) -> int:
 
 def weight_grad_macros(tile: WeightGradTile, dtype: torch.dtype, input_grad: bool = False) -> Macros:
     """Macros that specialise csrc/direct/weight_grad.cu, for both gradients with ``input_grad``."""
-    patch, spare = tile.patch, tile.spare_words(input_grad)
-    most_words = PREFETCH_WORDS if tile.threads >= _THREADS else _FEW_PREFETCHED_WORDS
-    prefetch = tile.steps == 1 and patch.words <= min(most_words, spare)
+    # Registers left for loads of grad_output, beside sums, inputs and their gradients.
+    spare = min(255, REGISTERS // (tile.resident(input_grad) * tile.threads) // 8 * 8) - _OTHER_WORDS
+    spare -= (tile.sums + tile.rows * tile.ci_channels * (1 + input_grad)) * tile.sum_bytes // 4
+    spare -= 16 if tile.threads < 128 else 0  # small blocks are so many that their threads have few registers
+    most_words = staging.PREFETCH_WORDS if tile.threads >= _THREADS else _FEW_PREFETCHED_WORDS
+    prefetch = tile.steps == 1 and tile.patch.words <= min(most_words, spare)
     return {
         **named_macros(tile, "rows column_threads row_threads taps steps ci_channels co_channels"),
         **named_macros(tile, "images ci_threads co_threads"),
         "INPUT_GRAD": int(input_grad),
         "MIN_BLOCKS": tile.resident(input_grad),
-        **patch.macros(prefetch, max(8, spare - 8)),
-        **problem_macros(tile.problem, dtype),
+        **tile.patch.macros(prefetch, max(8, spare - 8)),
+        **staging.problem_macros(tile.problem, dtype),
     }
 
 
@@ -258,7 +239,7 @@ class DirectWeightGrad(DirectKernel):
         }
         grid, block = (tile.weight_blocks, slices, 1), (tile.threads, 1, 1)
         launch = Launch("direct/weight_grad.cu", macros, grid, block, params)
-        return gradients_program(config, slices, tile.patch.vector, launch, direction)
+        return staging.gradients_program(config, slices, tile.patch.vector, launch, direction)
 
 
 KERNEL = DirectWeightGrad()

@@ -49,14 +49,7 @@ def input_transpose_seconds(config: Config, computed_in: torch.memory_format = t
 
 
 def grad_output_transpose_seconds(config: Config) -> float:
-    """Seconds to transpose grad_output alone.
-
-    >>> from gemmconv.geometry import Problem
-    >>> problem = Problem(1, 8, 8, 1, (4, 4), (3, 3))
-    >>> both = Config(problem, torch.half, torch.device("cuda", 0), memory_format=torch.channels_last)
-    >>> 0 < grad_output_transpose_seconds(both) < transpose_seconds(both)
-    True
-    """
+    """Seconds to transpose grad_output alone."""
     return _seconds(config, config.problem.output_shape)
 
 
@@ -69,14 +62,7 @@ def gradients_transpose_seconds(config: Config, computed_in: torch.memory_format
 
 
 def via_channels_last_seconds(config: Config, transposes_weight: bool) -> float:
-    """Seconds of the transposes around both gradients in :func:`prepare_via_channels_last`.
-
-    >>> from gemmconv.geometry import Problem
-    >>> config = Config(Problem(1, 8, 8, 1, (4, 4), (3, 3)), torch.float16, torch.device("cuda", 0))
-    >>> with_weight, without = (via_channels_last_seconds(config, transposes) for transposes in (True, False))
-    >>> with_weight > without > transpose_seconds(config, torch.channels_last)
-    True
-    """
+    """Seconds of the transposes around both gradients in :func:`prepare_via_channels_last`."""
     of_weight = _seconds(config, config.problem.weight_shape, torch.channels_last) if transposes_weight else 0.0
     return gradients_transpose_seconds(config, torch.channels_last) + of_weight
 

@@ -44,12 +44,10 @@ class Sm90Kernel(Kernel):
         return reason
 
     def seconds(self, config: Config, direction: Pass, tile: Any) -> float:
-        cycles: float = tile.cycles
-        return cycles / self.clock_rate
+        return float(tile.cycles) / self.clock_rate
 
     def workspace_bytes(self, config: Config, direction: Pass, tile: Any) -> int:
-        packed: int = tile.packed_bytes
-        return packed
+        return int(tile.packed_bytes)
 
 
 class OneFormatForward(Sm90Kernel):
@@ -100,9 +98,7 @@ class WeightGradKernel(Sm90Kernel):
 
     def seconds(self, config: Config, direction: Pass, tile: Any) -> float:
         assert self.computed_in is not None
-        seconds: float = tile.seconds(config.workspace_limit)
-        return seconds + transpose_seconds(config, self.computed_in)
+        return float(tile.seconds(config.workspace_limit)) + transpose_seconds(config, self.computed_in)
 
     def workspace_bytes(self, config: Config, direction: Pass, tile: Any) -> int:
-        taken: int = tile.workspace_bytes(config.workspace_limit)
-        return taken
+        return int(tile.workspace_bytes(config.workspace_limit))

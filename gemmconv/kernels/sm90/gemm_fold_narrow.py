@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import ClassVar
 
+from gemmconv.device import REGISTERS
 from gemmconv.geometry import Pair, Problem
 from gemmconv.hashing import cached_property, changed
 from gemmconv.kernels.base import Config, Pass
@@ -36,7 +37,6 @@ from gemmconv.kernels.sm90.implicit_gemm_plan import SHARED_BYTES
 _COST = costs_of("sm90/gemm_fold_narrow")
 _RESERVED_BYTES = 1 << 10  # of shared memory, for each block
 _BARRIER_BYTES = 128
-_REGISTERS = 65_536
 _OTHER_REGISTERS = 56  # of a thread, beside sums and words that are multiplied
 _SPLIT_REGISTERS = 12
 _SPARED_REGISTERS = 24  # that ptxas can do without, but for three products
@@ -226,7 +226,7 @@ class Tile:
     @cached_property
     def blocks_resident(self) -> int:
         """Blocks that a multiprocessor is to have registers and shared memory for."""
-        by_registers = _REGISTERS // (up_to_multiple(self.registers, 8) * self.threads)
+        by_registers = REGISTERS // (up_to_multiple(self.registers, 8) * self.threads)
         return max(1, min(by_registers, SHARED_BYTES // (self.shared_bytes + _RESERVED_BYTES)))
 
     @property
@@ -243,14 +243,11 @@ class Tile:
         return self.problem.batch * self.strips * self.segments
 
     @property
-    def item_steps(self) -> int:
-        return -(-(self.segment_rows + self.halo_h) // self.rows)
-
-    @property
     def block_steps(self) -> float:
         """Steps of the block that has most."""
         rounds = max(1.0, self.items / blocks_at_once(self))
-        return (math.ceil(rounds) if rounds < 4 else rounds) * self.item_steps
+        item_steps = -(-(self.segment_rows + self.halo_h) // self.rows)
+        return (math.ceil(rounds) if rounds < 4 else rounds) * item_steps
 
     @property
     def cell_parts(self) -> int:
@@ -376,10 +373,13 @@ def _uncut_tiles(
             ways = [*itertools.product({together, least}, _LOADERS, _STAGES)]
         for (copied, loaders, stages), warpgroups in itertools.product(ways, (1, 2)):
             tile = changed(boxed, copied=copied, loaders=loaders, stages=stages, warpgroups=warpgroups)
-            if groups % warpgroups or tile.most_cells <= 0:
+            if groups % warpgroups or tile.most_cells <= 0 or tile.outputs > _MOST_OUTPUTS:
                 continue
             for folders in _shares(tile.cell_parts * tile.most_cells):
-                if _fits(folding := changed(tile, folders=folders)):
+                folding = changed(tile, folders=folders)
+                needed = folding.registers - (0 if split else _SPARED_REGISTERS)
+                fits = needed <= min(255, REGISTERS // up_to_multiple(folding.threads, _WARPGROUP))
+                if fits and folding.shared_bytes <= SHARED_BYTES:
                     yield folding
 
 
@@ -404,13 +404,6 @@ def _cuts(tile: Tile) -> Iterator[Tile]:
 def _cut(tile: Tile) -> Tile:
     """A tile of whole images with the segments that take fewest steps."""
     return min(_cuts(tile), key=lambda cut: cut.block_steps)
-
-
-def _fits(tile: Tile) -> bool:
-    threads = up_to_multiple(tile.threads, _WARPGROUP)
-    needed = tile.registers - (0 if tile.split else _SPARED_REGISTERS)
-    fits = needed <= min(255, _REGISTERS // threads) and tile.shared_bytes <= SHARED_BYTES
-    return fits and tile.outputs <= _MOST_OUTPUTS
 
 
 def blocks_at_once(tile: Tile) -> int:

@@ -22,8 +22,7 @@ from gemmconv.kernels.base import Config, Pass
 from gemmconv.kernels.costs import costs_of, overlapped
 from gemmconv.kernels.integers import INT32_MAX, up_to_multiple
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, named_macros
-from gemmconv.kernels.pass_geometry import Gathering
-from gemmconv.kernels.phases import Tap, taps_of
+from gemmconv.kernels.phases import Gathering, Tap, taps_of
 from gemmconv.kernels.program import Launch, Params, Program, gathering, reciprocal
 from gemmconv.kernels.sm90.base import Sm90Kernel, image_map
 from gemmconv.kernels.sm90.implicit_gemm_plan import SHARED_BYTES
@@ -71,6 +70,7 @@ class RowTile(Gathering):
     own_bytes: int  # bytes of shared memory beside stages and weights
     cycles: float  # roughly the cycles of a call, its launches among them
     kept: int = 0  # outputs of a row that may be stored later than what is beside them
+    own_macros: ClassVar[str]  # names of values that are macros for this type alone
 
     @cached_property
     def channels(self) -> int:
@@ -117,11 +117,6 @@ class RowTile(Gathering):
     @property
     def weight_rows(self) -> int:
         return len(self.taps_down)
-
-    @property
-    def first_row(self) -> int:
-        """From an item's first row to its first input row."""
-        return self.taps_down[0].shift
 
     @property
     def input_rows(self) -> int:
@@ -216,7 +211,8 @@ class RowTile(Gathering):
         """Macros of the kernel but the type of elements, which depend on the layer and the fields of the tile alone."""
         return {
             **named_macros(self, "in_channels out_channels channels channel_sets weight_rows pixels_on_m"),
-            **named_macros(self, "delayed first_delay first_row stages vector shared_bytes"),
+            **named_macros(self, f"delayed first_delay stages vector shared_bytes {self.own_macros}"),
+            "FIRST_ROW": self.taps_down[0].shift,  # from an item's first row to its first input row
             "TAPS_ACROSS": len(self.taps_across),
         }
 
@@ -241,11 +237,7 @@ class RowTile(Gathering):
 
     @property
     def fetched(self) -> int:
-        """Bytes of a line that the L2 cache fetches together: few where what all blocks wait for would not stay there.
-
-        On an H200, blocks that go along ten rows of 64 channels each (KernelBench 57) wait for 22 MB; with outputs
-        written at the same time some of it was fetched twice.
-        """
+        """Bytes of a line that the L2 cache fetches together: few where what blocks wait for would not stay there."""
         lines = self.blocks_on(self.multiprocessors) * self.channel_sets * self.input_rows * self.in_channels
         return _MOST_FETCHED if lines * _MOST_FETCHED <= _FETCHED_AHEAD else _MOST_FETCHED // 2
 
@@ -266,6 +258,7 @@ class Tile16(RowTile):
     columns: ClassVar[int] = 128
     rows: ClassVar[int] = 2
     most_stages = 12
+    own_macros: ClassVar[str] = "slots"
 
     @cached_property
     def chunk(self) -> int:
@@ -307,10 +300,6 @@ class Tile16(RowTile):
         computing = self.rounds * (multiplied * step + unmultiplied)
         return _COST.start_cycles + overlapped(_COST.overlap, computing, self.moved_cycles)
 
-    @property
-    def compiled(self) -> Macros:
-        return {**super().compiled, **named_macros(self, "slots")}
-
 
 @dataclass(frozen=True)
 class TileTf32(RowTile):
@@ -328,6 +317,7 @@ class TileTf32(RowTile):
     pixels_on_m: ClassVar[bool] = True
     columns: ClassVar[int] = 16
     rows: ClassVar[int] = 8
+    own_macros: ClassVar[str] = "chunk outs lines taps_together"
 
     @property
     def chunks(self) -> int:
@@ -415,10 +405,6 @@ class TileTf32(RowTile):
         computing = self.rounds * self.steps * _COST.tf32_step_share * step
         moving = _COST.tf32_memory_factor * (1 + self.chunk / _COST.tf32_long_chunk) * self.moved_cycles
         return _COST.tf32_start_cycles + overlapped(_COST.tf32_overlap, computing, moving)
-
-    @property
-    def compiled(self) -> Macros:
-        return {**super().compiled, **named_macros(self, "chunk outs lines taps_together")}
 
 
 Tile = Tile16 | TileTf32

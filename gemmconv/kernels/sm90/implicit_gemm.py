@@ -23,7 +23,7 @@ from gemmconv.kernels.program import Launch, Params, Program, TensorMapSpec, gat
 from gemmconv.kernels.sm90.base import CLOCK_RATE, Sm90Kernel, variant_of
 from gemmconv.kernels.sm90.implicit_gemm_choice import plan_of, plans_of, with_other_columns
 from gemmconv.kernels.sm90.implicit_gemm_cost import cycles_of_tensor_cores
-from gemmconv.kernels.sm90.implicit_gemm_plan import BLOCK_ROWS, PHASE_BASE, SHARED_BYTES, Plan
+from gemmconv.kernels.sm90.implicit_gemm_plan import BLOCK_ROWS, PHASE_BASE, SHARED_BYTES, STORED_POSITIONS, Plan
 from gemmconv.kernels.weights import pack
 
 _COST = costs_of("sm90/implicit_gemm")
@@ -135,7 +135,8 @@ def _smallest(config: Config, direction: Pass) -> Plan:
 def _too_large(plan: Plan) -> str | None:
     """Why the kernel's integers do not reach as far as the plan, or None."""
     p, shares = plan.problem, -(-plan.chunks * plan.units * plan.element_units // pack.OWN)
-    if max(plan.last_position, plan.items + plan.multiprocessors, p.in_pixels, p.out_pixels) > INT32_MAX:
+    last_position = p.batch * plan.image_positions + plan.tile + plan.patch + plan.strip_positions
+    if max(last_position, plan.items + plan.multiprocessors, p.in_pixels, p.out_pixels) > INT32_MAX:
         return "images must have less than 2**31 pixels in all"
     if pack.THREADS * pack.blocks_of(shares, plan.rows, plan.all_steps, plan.channel_sets * p.groups) > INT32_MAX:
         return "the weights must be packed by less than 2**31 threads"
@@ -176,13 +177,15 @@ class ImplicitGemm(Sm90Kernel):
     def program(self, config: Config, direction: Pass, tile: Plan) -> Program:
         p, block = config.problem, (tile.loaders + _OTHER_THREADS, 1, 1)
         offsets = tuple(tile.offset(shift) for steps in tile.steps for shift in steps)
+        bottom = tile.strip_positions - (tile.strip_tiles - 1) * tile.tile  # beyond the other tiles of a strip
+        in_pieces = 2 * tile.element_units if tile.channels_last else tile.line_cells
         params: Params = {
             **({"map": input_map(tile)} if tile.way == "lines" or tile.landing_box else {}),
             "input, packed": ("input", "packed"),
             "bias, output": ("bias" if tile.direction == "forward" else None, "output"),
             "by_strips, by_strip_rows": (reciprocal(tile.strips), reciprocal(tile.strip_rows)),
             "by_strip_tiles, by_image_positions": (reciprocal(tile.strip_tiles), reciprocal(tile.image_positions)),
-            "by_bottom, by_sets, by_pitch": (reciprocal(tile.bottom), reciprocal(tile.sets), reciprocal(tile.pitch)),
+            "by_bottom, by_sets, by_pitch": (reciprocal(bottom), reciprocal(tile.sets), reciprocal(tile.pitch)),
             "batch, groups": (p.batch, p.groups),
             "h_in, w_in, h_out, w_out": (*tile.input_size, *tile.output_size),
             "strips, strip_rows, strip_cells, cells_h": (tile.strips, tile.strip_rows, tile.strip_cells, tile.cells[0]),
@@ -190,8 +193,9 @@ class ImplicitGemm(Sm90Kernel):
             "strip_tiles, items": (tile.strip_tiles, tile.items),
             "pitch, patch, unit_pitch, first": (tile.pitch, tile.patch, tile.unit_pitch, tile.first),
             "patch_stages, weight_stages, stationary": (*tile.stages, int(tile.resident)),
-            "whole_images, in_order": (int(tile.whole_images), int(tile.in_order)),
-            "stored_row, stored_column": tile.stored,
+            # Tiles come as they lie, or through all strips of an image first, then down.
+            "whole_images, in_order": (int(tile.whole_images), int(1 in (tile.strips, tile.strip_tiles))),
+            "stored_row, stored_column": divmod(in_pieces if tile.staged else STORED_POSITIONS, tile.pitch),
             **_loader_params(tile),
             f"step_offset[{len(offsets)}]": offsets,
         }

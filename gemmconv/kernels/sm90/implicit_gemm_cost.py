@@ -51,16 +51,14 @@ def cycles_of_tensor_cores(plan: Plan) -> float:
 
 def cost_of_lines(plan: Plan, boxes: int, box_bytes: float) -> float:
     """In proportion to what a chunk of an item takes whose inputs come as so many boxes of lines, of bytes together."""
-    return _overlapping(plan, _multiplied(plan) / plan.chunks, cost_of_boxes(boxes, box_bytes))
+    return _overlapping(plan, _multiplied(plan) / plan.chunks, cycles_of_boxes(boxes, 2 * box_bytes))
 
 
-def cost_of_boxes(boxes: int, box_bytes: float) -> float:
-    """By which boxes are chosen. Bytes count twice: what they take of shared memory is missing for stages."""
-    return _cycles_of_boxes(boxes, 2 * box_bytes)
+def cycles_of_boxes(boxes: int, box_bytes: float) -> float:
+    """Cycles to copy so many boxes of lines with so many bytes together.
 
-
-def _cycles_of_boxes(boxes: int, box_bytes: float) -> float:
-    """Cycles to copy so many boxes of lines with so many bytes together."""
+    Boxes are chosen with twice the bytes: what these take of shared memory is missing for stages.
+    """
     return max(boxes * _COST.line_box_cycles, box_bytes * _COST.line_byte_cycles)
 
 
@@ -106,18 +104,13 @@ def _stored(plan: Plan) -> float:
         stored = outputs / 32 / plan.vector * cycles
     else:
         cycles = _COST.lines_store_cycles if plan.way == "lines" else _COST.store_cycles
-        stored = outputs / 32 / min(plan.inner, plan.vector) / _sector_share(plan) * cycles
+        run, share = (plan.inner, 1.0) if plan.channels_last else (plan.span[1], min(1.0, plan.inner / plan.span[1]))
+        share *= min(1.0, run * 8 * plan.itemsize / _SECTOR_BYTES)  # of a sector that a warp stores at once
+        stored = outputs / 32 / min(plan.inner, plan.vector) / share * cycles
     stored += outputs * plan.itemsize * _COST.output_cycles
     if plan.strips > 1 and plan.way != "lines":
         stored = (stored + outputs / (plan.strip_cells * plan.span[1]) * _COST.run_cycles) * _COST.strips_factor
     return stored
-
-
-def _sector_share(plan: Plan) -> float:
-    """How much of a sector of memory a warp stores at once, from registers."""
-    if plan.channels_last:
-        return min(1.0, plan.inner * 8 * plan.itemsize / _SECTOR_BYTES)
-    return min(1.0, plan.inner / plan.span[1]) * min(1.0, 8 * plan.span[1] * plan.itemsize / _SECTOR_BYTES)
 
 
 def _loaded(plan: Plan) -> float:
@@ -155,7 +148,7 @@ def _of_landings(plan: Plan) -> float:
 
 def _of_lines(plan: Plan) -> float:
     """Cycles to bring the inputs of an item as lines, and to round them in place."""
-    cycles = _cycles_of_boxes(plan.boxes * math.prod(plan.unit), plan.patch_bytes / plan.parts)
+    cycles = cycles_of_boxes(plan.boxes * math.prod(plan.unit), plan.patch_bytes / plan.parts)
     if plan.rounded:
         turns = -(-plan.unit_pitch * plan.units // (plan.loaders - 32))
         turn = _ROUNDING_CYCLES[plan.parts] * (_COST.few_rounders_factor if plan.few_loaders else 1)

@@ -21,7 +21,7 @@ from gemmconv.kernels.costs import costs_of, overlapped
 from gemmconv.kernels.integers import INT32_MAX, even_share, up_to_multiple
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros, named_macros
 from gemmconv.kernels.phases import can_be_folded, cells_of
-from gemmconv.kernels.program import Params, Program, TensorMapSpec, reciprocal
+from gemmconv.kernels.program import Params, Program, reciprocal
 from gemmconv.kernels.sm90.base import FAST_CLOCK_RATE, OneFormatForward, forward_program, image_map
 from gemmconv.kernels.sm90.implicit_gemm_plan import SHARED_BYTES
 from gemmconv.kernels.weights.pack import k_major_macros, packing
@@ -191,13 +191,6 @@ class Tile:
         cycles = _COST.start_cycles + packing + overlapped(_COST.overlap, computed, moved, copied)
         return (_COST.margin if self.packed else 1) * cycles
 
-    @property
-    def weight_map(self) -> TensorMapSpec:
-        """The tensor map of weights that are not packed."""
-        p = self.problem
-        shape, box = (1, p.out_channels, p.in_channels, p.taps), (_BOX_LINES, 1, self.channels, 1)
-        return image_map(shape, self.itemsize, box, channels_last=True, name="weight")
-
 
 def tiles_of(problem: Problem, itemsize: int, multiprocessors: int = REFERENCE.multiprocessors) -> Iterator[Tile]:
     """The tiles that a problem may have."""
@@ -324,14 +317,17 @@ class ImplicitGemmNhwc(OneFormatForward):
         return min(cuts, key=lambda cut: cut.cycles, default=None)
 
     def program(self, config: Config, direction: Pass, tile: Tile) -> Program:
-        p, pack = tile.problem, None
+        p = tile.problem
         if tile.packed:
-            pack = packing(k_major_macros(p, tile.lines, tile.chunks * (_LINE_BYTES // 16), 1))
+            pack, weights = packing(k_major_macros(p, tile.lines, tile.chunks * (_LINE_BYTES // 16), 1)), None
+        else:
+            shape, weight_box = (1, p.out_channels, p.in_channels, p.taps), (_BOX_LINES, 1, tile.channels, 1)
+            pack, weights = None, image_map(shape, tile.itemsize, weight_box, channels_last=True, name="weight")
         across, (slots, stages), (rows, columns) = tile.across, tile.ring_sizes, tile.patch_size
         strip_rows, box = cells_of(p)[0] * across, (tile.channels, columns, rows, tile.images)
         input_map = image_map(p.input_shape, tile.itemsize, box, channels_last=True)
         params: Params = {
-            "input, weights": (input_map, "packed" if pack else tile.weight_map),
+            "input, weights": (input_map, weights or "packed"),
             "bias, output": ("bias", "output"),
             "batch, items, out_h, out_w": (p.batch, tile.items, *p.output_size),
             "images, strips, segments": (tile.images, tile.strips, tile.segments),

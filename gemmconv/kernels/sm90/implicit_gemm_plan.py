@@ -16,10 +16,9 @@ from gemmconv.device import REFERENCE
 from gemmconv.geometry import Pair, Problem
 from gemmconv.hashing import cached_property, changed
 from gemmconv.kernels.base import Pass
-from gemmconv.kernels.integers import even_share, up_to_multiple
-from gemmconv.kernels.pass_geometry import Gathering
-from gemmconv.kernels.phases import axis_taps
-from gemmconv.kernels.sm90.implicit_gemm_cost import cost_of_boxes, cost_of_lines, cycles_of_items, item_cycles_of
+from gemmconv.kernels.integers import covering, even_share, up_to_multiple
+from gemmconv.kernels.phases import Gathering, axis_taps
+from gemmconv.kernels.sm90.implicit_gemm_cost import cost_of_lines, cycles_of_boxes, cycles_of_items, item_cycles_of
 from gemmconv.kernels.weights.pack import MOST_ENTRIES, ROWS_CHANNELS, ROWS_LINES, ROWS_PLAIN, ROWS_SLOTS
 
 SHARED_BYTES = REFERENCE.shared_bytes
@@ -50,7 +49,7 @@ PHASE_BASE = 1 << 12  # a phase is a number: row * PHASE_BASE + column
 # Where planes lie multiples of so many pixels apart, sectors that two strips share were 10 to 25% slower than others
 # (1024 x 1024, 1024 x 2048); with 512 x 1024 and less, or 1080 x 1920, they were as fast or faster.
 _CONFLICTING_PIXELS = 1 << 20
-_STORED_POSITIONS = 8  # that are stored together where they do not go by way of shared memory
+STORED_POSITIONS = 8  # that are stored together where they do not go by way of shared memory
 _LINED_VECTOR = 4  # outputs that warps with whole rows store together at least; else M blocks of all phases are faster
 
 PAIR_NONE, PAIR_BLOCKS, PAIR_ROWS = range(3)
@@ -100,6 +99,11 @@ class Plan(Gathering):
         """Outputs of a cell, per axis."""
         (height, width), (stride_h, stride_w) = self.multiple, self.problem.stride
         return (height * stride_h, width * stride_w) if self.direction == "forward" else self.multiple
+
+    @cached_property
+    def cells(self) -> Pair:
+        """Cells of an image, down and across, that have outputs."""
+        return covering(self.output_size, self.span)
 
     @cached_property
     def channels(self) -> int:
@@ -165,12 +169,6 @@ class Plan(Gathering):
         while cells * self.inner * self.itemsize < wanted and self.columns % (2 * cells) == 0:
             cells *= 2
         return cells
-
-    @property
-    def stored(self) -> Pair:
-        """The positions that are stored together, as rows and columns."""
-        in_pieces = 2 * self.element_units if self.channels_last else self.line_cells
-        return divmod(in_pieces if self.staged else _STORED_POSITIONS, self.pitch)
 
     @property
     def vector(self) -> int:
@@ -372,24 +370,9 @@ class Plan(Gathering):
         return self.strips * self.strip_positions
 
     @property
-    def last_position(self) -> int:
-        """The largest number that the kernel computes with positions."""
-        return self.problem.batch * self.image_positions + self.tile + self.patch + self.strip_positions
-
-    @property
     def strip_tiles(self) -> int:
         """The most tiles that begin in a strip."""
         return -(-self.strip_positions // self.tile)
-
-    @property
-    def bottom(self) -> int:
-        """Positions of a strip beyond ``strip_tiles`` - 1 tiles: from 1 to a tile."""
-        return self.strip_positions - (self.strip_tiles - 1) * self.tile
-
-    @property
-    def in_order(self) -> bool:
-        """Whether tiles come as they lie; else through all strips of an image first, then down."""
-        return self.strips == 1 or self.strip_tiles == 1
 
     @cached_property
     def items(self) -> int:
@@ -776,7 +759,7 @@ def _line_box(
     def cost(box: Pair) -> tuple[float, int]:
         box_rows = math.prod(box)
         boxes = _boxes_of(tile, first, patch, box_rows * pitch)
-        return cost_of_boxes(boxes, boxes * box_rows * row_bytes), boxes * box_rows
+        return cycles_of_boxes(boxes, 2 * boxes * box_rows * row_bytes), boxes * box_rows
 
     found = [(1, count) for count in range(1, min(rows, most_rows) + 1) if rows % count == 0]
     if rows <= most_rows:

@@ -19,7 +19,7 @@ from gemmconv.geometry import Pair, Problem, Shape4
 from gemmconv.hashing import cached_property, changed
 from gemmconv.kernels.base import Config, Pass
 from gemmconv.kernels.costs import costs_of, overlapped
-from gemmconv.kernels.integers import INT32_MAX, power_of_two_within, up_to_multiple
+from gemmconv.kernels.integers import INT32_MAX, covering, power_of_two_within, up_to_multiple
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros, named_macros, table
 from gemmconv.kernels.program import Launch, Params, Program, TensorMapSpec
 from gemmconv.kernels.sm90.base import WeightGradKernel, variant_of
@@ -30,7 +30,6 @@ _BLOCK_ROWS = 64
 _LONGEST_BOX = 256
 _MOST_STAGES = 8
 _LINES = (1, 2, 3, 4)  # of a tile, of each channel
-_MOST_ROWS = max(_LINES) * 128 // 16  # of pixels: rows are whole 16 bytes
 _STEP_BYTES = 32  # of pixels that one step multiplies, of each channel
 _BARRIER_BYTES = 24  # of a stage
 _REGISTERS = {1: 248, 2: 248, 3: 170}  # of a thread that multiplies, by warpgroups
@@ -108,8 +107,10 @@ class Tile:
     def slots(self) -> list[Pair]:
         """Where the pieces of rows of grad_output begin that a tile needs, after the first: rows and elements."""
         (stride_h, stride_w), dilation_h = self.problem.stride, self.problem.dilation[0]
+        rows, taps = range(self.rows), range(self.block_taps[0])
+        rows_read = {row * stride_h + tap * dilation_h for row, tap in itertools.product(rows, taps)}
         columns = range(0, self.tile_w * stride_w, self.segment * stride_w)
-        return _slots(self.rows, self.block_taps[0], stride_h, dilation_h, columns)
+        return [*itertools.product(sorted(rows_read), columns)]
 
     @property
     def slot_of(self) -> list[list[int]]:
@@ -167,7 +168,7 @@ class Tile:
     @property
     def tiles_image(self) -> Pair:
         """Tiles of an image, down and across."""
-        return -(-self.problem.input_size[0] // self.rows), -(-self.input_width // self.tile_w)
+        return covering((self.problem.input_size[0], self.input_width), (self.rows, self.tile_w))
 
     @cached_property
     def tiles(self) -> int:
@@ -176,9 +177,8 @@ class Tile:
     @cached_property
     def weight_blocks(self) -> int:
         """Blocks that have different weights."""
-        (ci, co), (kh, kw), (taps_h, taps_w) = self.channels, self.problem.kernel_size, self.block_taps
-        channels = -(-ci // self.ci_tile) * -(-co // self.block_co)
-        return self.problem.groups * channels * -(-kh // taps_h) * -(-kw // taps_w)
+        channels = covering(self.channels, (self.ci_tile, self.block_co))
+        return self.problem.groups * math.prod((*channels, *covering(self.problem.kernel_size, self.block_taps)))
 
     @property
     def registers(self) -> int:
@@ -265,21 +265,12 @@ class Tile:
         rounds = -(-self.weight_blocks * slices // self.multiprocessors)
         return self._seconds(rounds * (-(-self.tiles // slices) * self.cycles + self._stored_cycles), slices)
 
-    def least_seconds(self, limit: int, flat: bool) -> float:
-        """A lower bound of the time of tiles with as much of the weights, of lines that are flat or are not."""
-        problem, (height, width) = self.problem, (self.problem.input_size[0], self.input_width)
-        shortest, most_steps = 64 // self.itemsize, max(_LINES) * 128 // _STEP_BYTES
-        rows, columns = (max(1, shortest // width), width) if flat else (1, shortest)
-        pixels = problem.batch * up_to_multiple(height, rows) * up_to_multiple(width, columns)
-        steps = pixels * self.itemsize // _STEP_BYTES
-        inputs, outputs = self.box_channels
-        slots = _slots(_MOST_ROWS, self.block_taps[0], problem.stride[0], problem.dilation[0], range(1))
-        copied = _STEP_BYTES * (inputs + outputs * (len(slots) / _MOST_ROWS) * problem.stride[1]) * _COST.byte_cycles
-        rounded = 2 * self.ci_tile * _ROUND_CYCLES[self.itemsize, 1 + self.split]
-        step_cycles = max(self._step_cycles(1) + self._flush_cycles / most_steps, copied, rounded)
-        step_cycles += _COST.tile_cycles / most_steps + copied * _COST.waited_share / (_MOST_STAGES - 1)
-        most = self._most_fitting(limit)
+    def least_seconds(self, limit: int) -> float:
+        """A lower bound of the time of tiles with as much of the weights: that of their products."""
+        pixels, most = self.problem.batch * self.problem.input_size[0] * self.input_width, self._most_fitting(limit)
+        steps, most_steps = pixels * self.itemsize // _STEP_BYTES, max(_LINES) * 128 // _STEP_BYTES
         rounds = -(-self.weight_blocks * most // self.multiprocessors)
+        step_cycles = self._step_cycles(1) + (self._flush_cycles + _COST.tile_cycles) / most_steps
         computed = rounds * (steps / most * step_cycles + self._stored_cycles)
         return self._seconds(computed, min(most, -(-steps // most_steps)))
 
@@ -300,20 +291,6 @@ class Tile:
         pixels = math.prod(self.problem.input_shape) + rows_read * math.prod(self.problem.output_shape)
         padded = _COST.pad_seconds + 2 * self.padded_bytes / _COST.pad_rate if self.padded_bytes else 0
         return pixels * self.itemsize / _DEVICE.weight_grad_memory_rate, _COST.launch_seconds + padded
-
-
-# Cached values that tiles share whose blocks have as much of the weights.
-_OF_WEIGHTS = (
-    *("warpgroups", "block_taps", "box_channels", "weight_blocks"),
-    *("most_slices", "input_width", "padded_bytes", "_other_seconds"),
-)
-
-
-@functools.lru_cache(maxsize=1024)
-def _slots(rows: int, taps: int, stride: int, dilation: int, columns: range) -> list[Pair]:
-    """The rows of grad_output that neighbouring rows of pixels read, each with all of the columns."""
-    rows_read = {row * stride + tap * dilation for row in range(rows) for tap in range(taps)}
-    return [*itertools.product(sorted(rows_read), columns)]
 
 
 def input_width(problem: Problem, itemsize: int) -> int:
@@ -349,7 +326,6 @@ def _blocks_of(problem: Problem, itemsize: int, split: bool, multiprocessors: in
 
 def _tiles_with(block: Tile, flat: bool) -> Iterator[Tile]:
     """Tiles with as much of the weights, whose lines are flat or are not."""
-    of_weights = {name: getattr(block, name) for name in _OF_WEIGHTS}
     vectors = [one for one in ((1,) if block.planes else (4, 2, 1)) if block.problem.stride[1] % one == 0]
     vectors = [one for one in vectors if one == 1 or changed(block, vector=one).reads_pieces]
     for pixels in _lines_of(block.problem, block.itemsize, flat):
@@ -359,7 +335,7 @@ def _tiles_with(block: Tile, flat: bool) -> Iterator[Tile]:
             if 1 < lines > block.problem.input_size[0]:
                 break
             found = (
-                changed(block, pixels=pixels, lines=lines, tile_w=tile_w, segment=segment, vector=vector, **of_weights)
+                changed(block, pixels=pixels, lines=lines, tile_w=tile_w, segment=segment, vector=vector)
                 for segment, vector in itertools.product(segments, vectors)
             )
             yield from itertools.islice((one for one in found if one.row_pitch <= _LONGEST_BOX and one.stages >= 2), 1)
@@ -427,7 +403,7 @@ def _best_of(problem: Problem, itemsize: int, split: bool, limit: int, multiproc
         if not _lines_of(problem, itemsize, flat):
             continue
         best: tuple[float, int, Tile | None] = math.inf, len(blocks), None
-        for bound, i in sorted((block.least_seconds(limit, flat), i) for i, block in enumerate(blocks)):
+        for bound, i in sorted((block.least_seconds(limit), i) for i, block in enumerate(blocks)):
             if bound > best[0]:
                 break
             tiles = ((tile.seconds(limit), i, tile) for tile in _tiles_with(blocks[i], flat))

@@ -18,7 +18,7 @@ from gemmconv.geometry import Pair, Problem
 from gemmconv.hashing import cached_property, changed
 from gemmconv.kernels.base import DEFAULT_WORKSPACE_LIMIT, Config, Pass
 from gemmconv.kernels.costs import costs_of
-from gemmconv.kernels.integers import INT32_MAX, up_to_multiple
+from gemmconv.kernels.integers import INT32_MAX, covering, up_to_multiple
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros, named_macros
 from gemmconv.kernels.menu import menu_of, samples
 from gemmconv.kernels.program import Launch, Params, Program, TensorMapSpec
@@ -101,11 +101,6 @@ class Tile:
         return self.problem.gemm_k, self.problem.group_out_channels
 
     @property
-    def block_channels(self) -> Pair:
-        """Input and output channels of a block."""
-        return _ATOM * self.sides[0], _ATOM * self.sides[1]
-
-    @property
     def pixels(self) -> int:
         return math.prod(self.size)
 
@@ -114,11 +109,6 @@ class Tile:
         """Images, rows and columns of a box of grad_output."""
         images, height, width = self.size
         return images, height + self.taps_h.extra, width + self.taps_w.extra
-
-    @property
-    def lines(self) -> int:
-        """Lines of a box of the input and of one of grad_output."""
-        return self.pixels + math.prod(self.box)
 
     @property
     def boxes(self) -> int:
@@ -141,8 +131,7 @@ class Tile:
     @property
     def tiles_image(self) -> Pair:
         """Tiles of an image, or of several together, down and across."""
-        (height, width), (_, rows, columns) = self.problem.input_size, self.size
-        return -(-height // rows), -(-width // columns)
+        return covering(self.problem.input_size, self.size[1:])
 
     @property
     def tiles(self) -> int:
@@ -151,7 +140,7 @@ class Tile:
     @cached_property
     def weight_blocks(self) -> int:
         """Blocks that have different weights."""
-        channels = [-(-count // own) for count, own in zip(self.channels, self.block_channels, strict=True)]
+        channels = covering(self.channels, (_ATOM * self.sides[0], _ATOM * self.sides[1]))
         return self.problem.groups * math.prod(channels) * len(self.taps_h.firsts) * len(self.taps_w.firsts)
 
     @property
@@ -331,8 +320,10 @@ class WgradNhwc(WeightGradKernel):
             return
         sizes = [size for size in _all_sizes(config.problem) if size[0] < 2 * config.problem.batch]
         for tile in _layer_tiles(config.problem, config.spec.multiprocessors):
-            sized = sorted((_sized(tile, size) for size in sizes), key=lambda one: one.tiles * one.lines)
-            yield from (one for one in sized[:8] if one.possible and one.slices(config.workspace_limit) > 0)
+            # By lines of boxes in all.
+            sized = (_sized(tile, size) for size in sizes)
+            least = sorted(sized, key=lambda one: one.tiles * (one.pixels + math.prod(one.box)))  # lines of boxes
+            yield from (one for one in least[:8] if one.possible and one.slices(config.workspace_limit) > 0)
 
     def tile(self, config: Config, direction: Pass) -> Tile | None:
         """The tile of the layer's menu with the least estimate. A menu has few tiles, so few kernels are compiled."""
