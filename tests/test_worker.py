@@ -1,18 +1,16 @@
-"""Compilations by processes of threads' own: the same code, and this process takes over what one fails at."""
+"""Compilations by child processes: the same code, and this process takes over what one fails at."""
 
-import io
 import marshal
 import re
 import subprocess
 import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from gemmconv.errors import CompileError
-from gemmconv.runtime import compiler, nvrtc, pool, worker
+from gemmconv.runtime import compiler, nvrtc, worker
 from tests.test_loading import SMALL
 
 WAIT_SECONDS = 60
@@ -24,117 +22,97 @@ def _busy(monkeypatch):
     monkeypatch.setattr(worker, "_here", threading.BoundedSemaphore(0))
 
 
-def in_a_thread(work):
-    """What ``work`` returns in a thread that may have a process."""
+@pytest.fixture
+def processes(monkeypatch):
+    """The child processes that were started."""
+    started, start = [], subprocess.Popen.__init__
 
-    def whole():
-        worker.allow()
-        try:
-            return work()
-        finally:
-            worker.end()
+    def noting(process, *arguments, **options):
+        start(process, *arguments, **options)
+        started.append(process)
 
-    with ThreadPoolExecutor(1) as threads:
-        return threads.submit(whole).result(WAIT_SECONDS)
+    monkeypatch.setattr(subprocess.Popen, "__init__", noting)
+    return started
 
 
 def compile_small():
-    """The result, and the process of this thread."""
-    return compiler.compile(*SMALL, "sm_90a"), worker._thread.process
+    return compiler.compile(*SMALL, "sm_90a")
 
 
-def test_a_process_compiles_the_same_and_lives_on():
-    def compile_twice():
-        first, process = compile_small()
-        assert process in worker._processes
-        again, then = compile_small()
-        assert then is process
-        assert process.poll() is None
-        assert again.cubin == first.cubin
-        return first, process
-
-    (found, process), expected = in_a_thread(compile_twice), compiler.compile(*SMALL, "sm_90a")
+def test_a_process_compiles_the_same_and_ends(processes, monkeypatch):
+    found = compile_small()
+    (process,) = processes
+    assert process.returncode == 0
+    assert not worker._processes
+    monkeypatch.setattr(worker, "_here", threading.BoundedSemaphore(1))
+    expected = compile_small()
+    assert processes == [process]
     assert found.cubin == expected.cubin
     assert re.findall(r"Used \d+ registers", found.log) == re.findall(r"Used \d+ registers", expected.log) != []
-    assert process.poll() is not None
-    assert process not in worker._processes
 
 
-def test_what_a_process_cannot_compile_is_an_error_with_its_log():
-    def fail():
-        with pytest.raises(CompileError, match="no_such_word"):
-            compiler.compile(SMALL[0], {**SMALL[1], "struct": "no_such_word"}, "sm_90a")
-        return worker._thread.process
-
-    assert in_a_thread(fail) is not None
+def test_what_a_process_cannot_compile_is_an_error_with_its_log(processes):
+    with pytest.raises(CompileError, match="no_such_word"):
+        compiler.compile(SMALL[0], {**SMALL[1], "struct": "no_such_word"}, "sm_90a")
+    assert len(processes) == 1
 
 
-def test_the_main_thread_has_no_process():
-    assert compile_small()[1] is None
+def test_a_process_that_is_killed_is_done_without(processes, monkeypatch):
+    communicate = subprocess.Popen.communicate
 
-
-def test_a_process_that_is_gone_is_done_without_once():
-    def kill_and_compile():
-        _, process = compile_small()
+    def kill_first(process, given):
         process.kill()
-        process.wait()
-        found, none = compile_small()
-        assert process not in worker._processes
-        return found, none, compile_small()[1]
+        return communicate(process, given)
 
-    found, none, another = in_a_thread(kill_and_compile)
-    assert found.cubin == compiler.compile(*SMALL, "sm_90a").cubin
-    assert none is None
-    assert another is not None
+    monkeypatch.setattr(subprocess.Popen, "communicate", kill_first)
+    assert compile_small().cubin
+    assert processes[0].returncode < 0
 
 
 @pytest.mark.parametrize("executable", ["", "/usr/bin/python-that-is-not-there", "/usr/bin/uwsgi"])
-def test_where_none_can_be_started_this_process_compiles(executable, monkeypatch):
+def test_where_none_can_be_started_this_process_compiles(executable, processes, monkeypatch):
     monkeypatch.setattr(worker.sys, "executable", executable)
-    found, process = in_a_thread(compile_small)
-    assert found.cubin
-    assert process is None
+    assert compile_small().cubin
+    assert not processes
 
 
-def test_no_more_than_so_many_are_started(monkeypatch):
+def test_no_more_than_so_many_are_started(processes, monkeypatch):
     monkeypatch.setattr(worker, "_elsewhere", threading.BoundedSemaphore(1))
     with worker._elsewhere:
-        assert in_a_thread(compile_small)[1] is None
-    assert in_a_thread(compile_small)[1] is not None
+        assert compile_small().cubin
+    assert not processes
+    assert compile_small().cubin
+    assert len(processes) == 1
 
 
-def test_a_thread_without_work_ends_its_process(monkeypatch):
-    monkeypatch.setattr(pool, "_IDLE_SECONDS", 0.05)
-    _, process = pool.submit(compile_small, urgent=False).result(WAIT_SECONDS)
-    deadline = time.monotonic() + WAIT_SECONDS
-    while process in worker._processes and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert process.poll() is not None
-    assert process not in worker._processes
-    assert pool.submit(compile_small, urgent=False).result(WAIT_SECONDS)[0].cubin
+def test_cancelling_ends_processes_at_once(monkeypatch):
+    begun, communicate = threading.Event(), subprocess.Popen.communicate
+    monkeypatch.setattr(subprocess.Popen, "communicate", lambda *given: (begun.set(), communicate(*given))[1])
+    with ThreadPoolExecutor(1) as threads:
+        compilation = threads.submit(compile_small)
+        assert begun.wait(WAIT_SECONDS)
+        (process,) = worker._processes
+        with compiler.cancelling():
+            assert isinstance(compilation.exception(WAIT_SECONDS), compiler.CancelledError)
+    assert process.returncode < 0
 
 
-def test_cancelling_ends_processes_at_once():
-    def cancel():
-        _, process = compile_small()
-        with compiler.cancelling(), pytest.raises(compiler.CancelledError):
-            compile_small()
-        return process.wait(WAIT_SECONDS)
-
-    assert in_a_thread(cancel) != 0
+SOURCE = 'extern "C" __global__ void nothing() {}'
 
 
-def test_the_script_reads_requests_until_there_are_none():
-    source = 'extern "C" __global__ void nothing() {}'
-    no_code = [b"-arch=compute_90"]
-    requests = [(source, "a.cu", [b"-arch=sm_90a"]), ("wrong", "b.cu", [b"-arch=sm_90a"]), (source, "c.cu", no_code)]
+@pytest.mark.parametrize(
+    ("source", "architecture", "error"),
+    [
+        (SOURCE, "sm_90a", ""),
+        ("wrong", "sm_90a", "NVRTC_ERROR_COMPILATION"),
+        (SOURCE, "compute_90", "there is no machine code"),
+    ],
+)
+def test_the_script_answers_a_request(source, architecture, error):
     command = [sys.executable, "-I", "-S", nvrtc.__file__, worker._library()]
-    given = b"".join(map(marshal.dumps, requests))
+    given = marshal.dumps((source, "a.cu", [f"-arch={architecture}".encode()]))
     done = subprocess.run(command, input=given, capture_output=True, timeout=WAIT_SECONDS, check=True)
-    taken = io.BytesIO(done.stdout)
-    good, bad, none = (nvrtc.Result(*marshal.load(taken)) for _ in requests)
-    assert not good.error
-    assert good.cubin[:4] == b"\x7fELF"
-    assert bad.error == "NVRTC_ERROR_COMPILATION"
-    assert "b.cu(1)" in bad.log
-    assert none.error
+    result = nvrtc.Result(*marshal.loads(done.stdout))
+    assert result.error == error
+    assert (result.cubin[:4] == b"\x7fELF") == (not error)
+    assert ("a.cu(1)" in result.log) == (source == "wrong")

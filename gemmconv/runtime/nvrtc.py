@@ -3,8 +3,8 @@
 A kernel compiles in 70 ms to a second. For 12 to 90 ms of that NVRTC holds a lock of the whole process, while it reads
 the source. So 16 threads of one process are no faster than 8 for the 26 kernels of a DCGAN generator's training step.
 
-The script, ``python -I -S nvrtc.py LIBRARY``, imports only the standard library and starts in 0.05 s. It reads requests
-from its input and writes results to its output, both by marshal, until the input ends.
+The script, ``python -I -S nvrtc.py LIBRARY``, imports only the standard library and starts in 0.05 s. It reads
+a request from its input and writes the result to its output, both by marshal.
 """
 
 from __future__ import annotations
@@ -67,18 +67,13 @@ def compiled(library: str, source: str, name: str, flags: Sequence[bytes], cance
 
 
 def main() -> None:
-    """Compile the requests on the standard input until it ends."""
-    library, requests, results = sys.argv[1], sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # output that libraries print must not mix with results
+    """Compile the request on the standard input."""
+    library, results = sys.argv[1], os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # output that libraries print must not mix with the result
     for builtins in glob.glob(f"{glob.escape(os.path.dirname(library))}/libnvrtc-builtins.so.*"):
         ctypes.CDLL(builtins)  # the library needs it, but does not look for it in its own folder
-    while True:
-        try:
-            request = marshal.load(requests)
-        except EOFError:
-            return
-        marshal.dump(tuple(compiled(library, *request)), results)
-        results.flush()
+    with results:
+        marshal.dump(tuple(compiled(library, *marshal.load(sys.stdin.buffer))), results)
 
 
 if __name__ == "__main__":

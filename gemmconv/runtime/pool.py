@@ -11,9 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from gemmconv.runtime import compiler, worker
-
-_IDLE_SECONDS = 5.0  # after which a thread without work ends its compiler process
+from gemmconv.runtime import compiler
 
 _condition = threading.Condition()  # of all below
 _jobs: list[tuple[bool, int, Future[Any], Callable[[], Any]]] = []  # a heap
@@ -58,21 +56,17 @@ def cores() -> int:
 
 def _work() -> None:
     global _idle
-    worker.allow()
     while True:
         with _condition:
             _idle += 1
-            while not _jobs and not _closed and _condition.wait(_IDLE_SECONDS if worker.has_one() else None):
-                pass
+            while not _jobs and not _closed:
+                _condition.wait()
             _idle -= 1
             if _closed:
                 return
-            job = heapq.heappop(_jobs) if _jobs else None
-        if job is None:
-            worker.end()
-        else:
-            _do(job[3], job[2])
-        del job
+            *_, future, work = heapq.heappop(_jobs)
+        _do(work, future)
+        del future, work
 
 
 def _do(work: Callable[[], Any], future: Future[Any]) -> None:
