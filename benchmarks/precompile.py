@@ -20,7 +20,7 @@ from gemmconv.device import DeviceSpec, spec_of
 from gemmconv.geometry import Problem
 from gemmconv.kernels.base import Direction, Pass, Precision
 from gemmconv.kernels.layout.transpose import prepare_via_channels_last
-from gemmconv.ops.programs import both_programs
+from gemmconv.ops.programs import gradient_programs
 from gemmconv.pairs import choose_pair
 from gemmconv.selection import choose, current_config
 from gemmconv.tune import OPERANDS
@@ -96,7 +96,8 @@ def _compile(job: Job) -> None:
                 load(algorithm.prepare(config, one), config, one)
             if "weight_grad" in passes and algorithm.grads_estimate(config, config) < math.inf:
                 load(algorithm.prepare(config, "grads"), config, "grads")
-    if gradients and (both := both_programs(gradients, config, config)) is not None:
+    both, *others = gradient_programs(gradients, config, config) if gradients else [None]
+    if both is not None and not others:
         load(both.prepare(config.device), config, "grads")
     elif gradients and gradients.via_channels_last:
         prepare_via_channels_last(config, lambda *tensors: tensors[:2], gradients.transposes_weight)  # loads transposes

@@ -25,7 +25,7 @@ from gemmconv.kernels.program import (
 )
 from gemmconv.ops.configs import Convention
 from gemmconv.ops.gradients import prepare_gradients
-from gemmconv.ops.programs import both_programs, concatenate
+from gemmconv.ops.programs import concatenate, gradient_programs
 from gemmconv.pairs import Gradients
 from gemmconv.selection import NATIVE
 from tests import emulator, reference
@@ -87,7 +87,7 @@ def test_a_backward_pass_transposes_each_tensor_once(at_once, layout, builder, p
     config = Config(problem_of(case), torch.float32, GPU, memory_format=given)
     gradients = Gradients(columns, columns, at_once)
     with emulator.install(builder):
-        program = both_programs(gradients._replace(via_channels_last=through), config, config)
+        (program,) = gradient_programs(gradients._replace(via_channels_last=through), config, config)
         call = program.prepare(GPU)
         tensors = [tensor.contiguous(memory_format=given) for tensor in (data.grad_output, data.input)]
         _, brought, _ = forms.with_operand_transposes(program, (*tensors, data.weight), GPU)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import Future
+from contextvars import copy_context
 from typing import Any
 
 from gemmconv.algorithms.gemm_col2im import ahead
@@ -35,17 +36,15 @@ def launches_of(
     if direction == "grads":
         programs = gradient_programs(*choose_gradients(tensors, options))
     else:
-        program = pass_program(direction, *choose_algorithm(direction, tensors, target_size, options))
-        programs = [] if program is None else [program]
-    if convention.with_bias_grad and (of_bias := bias_grad_program(tensors[0])) is not None:
-        programs.append(of_bias)
+        programs = [pass_program(direction, *choose_algorithm(direction, tensors, target_size, options))]
+    if convention.with_bias_grad:
+        programs.append(bias_grad_program(tensors[0]))
     if direction == "forward":
         tensors = with_parameter_dtype(tensors, convention.parameter_dtype)
-    else:
-        programs = [convert_outputs(program, convention) for program in programs]
-    by_name = dict(zip(ARGUMENT_NAMES[where], tensors, strict=False))
-    calls = [(program, tuple(by_name[name] for name in program.arguments)) for program in programs]
-    return [launch for program, operands in calls for launch in launches(program, operands, tensors[0].device)]
+    by_name, found = dict(zip(ARGUMENT_NAMES[where], tensors, strict=False)), list[Launch]()
+    for program in (convert_outputs(one, convention) for one in programs if one is not None):
+        found += launches(program, tuple(by_name[name] for name in program.arguments), tensors[0].device)
+    return found
 
 
 def compile_in_background(
@@ -67,16 +66,9 @@ def compile_in_background(
             return None
         from gemmconv.kernels import bind  # needs the CUDA packages, which are there
 
-        stand_ins = [without_data(one) for one in tensors]
-
-        def list_ahead() -> Iterable[Launch]:
-            token = ahead.set(True)
-            try:
-                return list_launches(*stand_ins)
-            finally:
-                ahead.reset(token)
-
-        return bind.compile_ahead(list_ahead, device)
+        stand_ins, context = [without_data(one) for one in tensors], copy_context()
+        context.run(ahead.set, True)
+        return bind.compile_ahead(lambda: context.run(list_launches, *stand_ins), device)
 
     if device.type != "cuda":
         return None

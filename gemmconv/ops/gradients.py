@@ -18,7 +18,7 @@ from gemmconv.kernels.layout.transpose import prepare_via_channels_last, to_form
 from gemmconv.kernels.program import Output, Program
 from gemmconv.ops.call_cache import find_or_make, tensor_signature
 from gemmconv.ops.configs import DEFAULT_CONVENTION, Convention, Prepared
-from gemmconv.ops.programs import bias_grad_program, both_programs, concatenate, pass_program
+from gemmconv.ops.programs import bias_grad_program, concatenate, gradient_programs, pass_program
 from gemmconv.ops.schemas import Tensors
 from gemmconv.selection import NATIVE
 
@@ -36,12 +36,12 @@ def prepare_gradients(
     gradients: pairs.Gradients, config: Config, weight_config: Config, tensors: Tensors, convention: Convention
 ) -> Prepared:
     """Prepare both gradients, from (grad_output, input, weight), by programs, by one and torch, or by no program."""
-    if (program := both_programs(gradients, config, weight_config)) is not None:
-        return _bind_gradients(program, tensors, convention)
-    passes = gradients.passes(config, weight_config)
-    by_us = [pass_program(*one) is not None for one in passes]
-    if any(by_us) and not gradients.via_channels_last:
-        return _prepare_mixed(passes, tensors, convention, ours_is_of_input=by_us[0])
+    of_first, *others = programs = gradient_programs(gradients, config, weight_config)
+    if of_first is not None and not others:
+        return _bind_gradients(of_first, tensors, convention)
+    if any(programs) and not gradients.via_channels_last:
+        passes = gradients.passes(config, weight_config)
+        return _prepare_mixed(passes, tensors, convention, ours_is_of_input=of_first is not None)
     if gradients.via_channels_last:
         last = replace(config, memory_format=torch.channels_last)
         call = prepare_via_channels_last(config, both_gradients(gradients, last, last), gradients.transposes_weight)

@@ -29,43 +29,33 @@ def pass_program(direction: Pass, algorithm: Algorithm, config: Config) -> Progr
     return None if choice is None else choice.program(config, direction)
 
 
-def gradient_programs(gradients: pairs.Gradients, config: Config, weight_config: Config) -> list[Program]:
-    """The program of both gradients, or of the one that torch's operator does not compute; none if it computes both."""
-    both = both_programs(gradients, config, weight_config)
-    programs = [pass_program(*one) for one in gradients.passes(config, weight_config)] if both is None else [both]
-    return [program for program in programs if program is not None]
+def gradient_programs(gradients: pairs.Gradients, config: Config, weight_config: Config) -> list[Program | None]:
+    """The program of both gradients, the weight's first; where torch or a CPU computes one of them, None in its place.
 
-
-def layer_programs(config: Config, backward: bool) -> list[Program]:
-    """The programs of a layer's forward pass and, if wanted, of its gradients; torch's operator needs none."""
-    forward = pass_program("forward", selection.choose(config, "auto", "conv_transpose2d"), config)
-    programs = [] if forward is None else [forward]
-    if backward:
-        configs, shape = (replace(config, bias=False),) * 2, config.problem.output_shape
-        gradients = pairs.choose_pair(*configs, "auto", "conv_transpose2d_grads")
-        programs += gradient_programs(gradients, *configs)
-        grad = WithoutData.of(shape, strides_of(shape, config.memory_format), config.dtype, config.device)
-        of_bias = bias_grad_program(grad, config.spec) if config.bias else None
-        programs += [] if of_bias is None else [of_bias]
-    return programs
-
-
-def both_programs(gradients: pairs.Gradients, config: Config, weight_config: Config) -> Program | None:
-    """Both gradients as one program, the weight's first; None where torch's operator or the CPU computes either.
-
-    A tensor that both need transposed is transposed once.
+    So without a None it is one program for both, in which a tensor that both need transposed is transposed once.
     """
     programs: list[Any] = [pass_program(*one) for one in gradients.passes(config, weight_config)]
     if None in programs:
-        return None
+        return programs
     *of_input, both = programs
     for program in of_input:
         both = concatenate(both, program, ("grad_output", "input", "weight"))
     if not gradients.via_channels_last:
-        return both
+        return [both]
     strides = strides_of(config.problem.input_shape, config.memory_format)
     grad_input = replace(both.outputs[0], strides=strides, written=both.outputs[0].written or torch.channels_last)
-    return replace(both, outputs=(grad_input, *both.outputs[1:]))
+    return [replace(both, outputs=(grad_input, *both.outputs[1:]))]
+
+
+def layer_programs(config: Config, backward: bool) -> list[Program]:
+    """The programs of a layer's forward pass and, if wanted, of its gradients; torch's operator needs none."""
+    programs = [pass_program("forward", selection.choose(config, "auto", "conv_transpose2d"), config)]
+    if backward:
+        configs, shape = (replace(config, bias=False),) * 2, config.problem.output_shape
+        programs += gradient_programs(pairs.choose_pair(*configs, "auto", "conv_transpose2d_grads"), *configs)
+        grad = WithoutData.of(shape, strides_of(shape, config.memory_format), config.dtype, config.device)
+        programs.append(bias_grad_program(grad, config.spec) if config.bias else None)
+    return [program for program in programs if program is not None]
 
 
 def bias_grad_program(grad_output: Tensor, spec: DeviceSpec | None = None) -> Program | None:

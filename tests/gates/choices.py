@@ -30,7 +30,7 @@ from gemmconv import pairs, selection
 from gemmconv.device import MEASURED
 from gemmconv.kernels.base import PASSES, Config, Direction
 from gemmconv.ops.gradients import both_gradients
-from gemmconv.ops.programs import both_programs
+from gemmconv.ops.programs import gradient_programs
 
 FILE = Path(__file__).parents[1] / "data" / "choices.csv"
 KEY, VALUES = ("workload", "precision", "layout", "pass"), ("algorithm", "kernels", "digest", "estimate_us")
@@ -69,7 +69,8 @@ def loads_of(config: Config, one: str) -> tuple[str, float, list[Load]]:
             return chosen.name, chosen.estimate(config, cast(Direction, one)), loads
         gradients = pairs.choose_pair(config, config, "auto", "")
         inner = replace(config, memory_format=torch.channels_last) if gradients.via_channels_last else config
-        if (program := both_programs(gradients, config, config)) is not None:
+        program, *others = gradient_programs(gradients, config, config)
+        if program is not None and not others:
             load(program.prepare(config.device), config, "grads")
         else:
             both_gradients(gradients, inner, inner)
