@@ -15,15 +15,8 @@ and for torch's operator there is no program: the algorithm prepares the call it
 of their own, in volumes.py.
 
 Calls that bypass torch's dispatcher (plain.py, recording.py) are prepared here too. To save launches some take and
-return other tensors than the operator does; a :class:`gemmconv.ops.configs.Convention` says which. Examples:
-
-    call                                convention                     takes                  returns
-    the operator's own                  Convention()                   what its schema says   what its schema says
-    under autocast to float16           parameter_dtype=float32, ...   input in float16,      output, and
-                                        ... returns_casts=True         weight in float32      weight in float16
-    both gradients, layer with a bias   with_bias_grad=True            what its schema says   the bias's gradient too
-
-Only forward.py and gradients.py act by it.
+return other tensors than the operator does; a :class:`gemmconv.ops.configs.Convention` says which. Only forward.py and
+gradients.py act by it.
 """
 
 from __future__ import annotations
