@@ -343,34 +343,6 @@ def _on_plain_tensors(derivative: Callable[..., Any]) -> Callable[..., Any]:
     return lambda ctx, *inputs: derivative(ctx, *as_plain(inputs))
 
 
-def _with_gradient(operator: Callable[..., Any], rules: Rules) -> Callable[..., Any]:
-    """The operator below autograd, with an autograd node if gradients are recorded.
-
-    torch.library.register_autograd would do this, but costs every call that needs gradients 50 us more.
-    """
-    setup, gradient, tangent = rules
-
-    def compute(*inputs: Any) -> Any:
-        with torch._C._AutoDispatchBelowAutograd():
-            return operator(*inputs)
-
-    class Function(torch.autograd.Function):
-        backward, jvp = staticmethod(gradient), staticmethod(tangent)
-
-        @staticmethod
-        def forward(ctx: Any, *inputs: Any) -> Any:
-            output = compute(*inputs)
-            setup(ctx, inputs, output)
-            return output
-
-    def call(*inputs: Any) -> Any:
-        if (torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs)) or forward_ad._current_level >= 0:
-            return Function.apply(*inputs)
-        return compute(*inputs)
-
-    return call
-
-
 class _Wrapped:
     """Hides a tuple or list from transforms of torch.func, which would mix up the tangents of its items."""
 
@@ -386,8 +358,8 @@ class _Wrapped:
         return tuple(argument.content if isinstance(argument, cls) else argument for argument in arguments)
 
 
-def _transformable(operator: Callable[..., Any], rules: Rules) -> type[torch.autograd.Function]:
-    """An operator with its rules for transforms of torch.func, which act before the dispatcher's Autograd key."""
+def _differentiable(operator: Callable[..., Any], rules: Rules) -> type[torch.autograd.Function]:
+    """The operator with its rules, for the dispatcher's Autograd key, and for transforms of torch.func before it."""
     setup, gradient, tangent = rules
 
     class Function(torch.autograd.Function):
@@ -396,13 +368,30 @@ def _transformable(operator: Callable[..., Any], rules: Rules) -> type[torch.aut
 
         @staticmethod
         def forward(*inputs: Any) -> Any:
-            return operator(*_Wrapped.unwrap(inputs))
+            with torch._C._AutoDispatchBelowAutograd():
+                return operator(*_Wrapped.unwrap(inputs))
 
         @staticmethod
         def setup_context(ctx: Any, inputs: Arguments, output: Any) -> None:
             setup(ctx, _Wrapped.unwrap(inputs), output)
 
     return Function
+
+
+def _with_gradient(operator: Callable[..., Any], kind: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """The operator below autograd, with an autograd node if gradients are recorded.
+
+    torch.library.register_autograd would do this, but costs every call that needs gradients 50 us more.
+    """
+    apply: Any = super(torch.autograd.Function, kind).apply  # torch's own takes longer, to look for transforms
+
+    def call(*inputs: Any) -> Any:
+        if (torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs)) or forward_ad._current_level >= 0:
+            return apply(*inputs)
+        with torch._C._AutoDispatchBelowAutograd():
+            return operator(*inputs)
+
+    return call
 
 
 _RULES: dict[str, Rules] = {
@@ -415,5 +404,5 @@ _RULES: dict[str, Rules] = {
 }
 for _name, (_setup, _gradient, _tangent) in _RULES.items():
     _rules = _setup, _on_plain_tensors(_gradient), _on_plain_tensors(_tangent)
-    register(_name, _with_gradient(OPERATORS[_name], _rules), "Autograd")
-    _TRANSFORMABLE[_name] = _transformable(OPERATORS[_name], _rules)
+    _TRANSFORMABLE[_name] = _differentiable(OPERATORS[_name], _rules)
+    register(_name, _with_gradient(OPERATORS[_name], _TRANSFORMABLE[_name]), "Autograd")
