@@ -133,9 +133,6 @@ class AlgorithmOfOne(Kernel, Algorithm):
     def tiles(self, config: Config, direction: Pass) -> tuple[Any, ...]:
         return (None,)
 
-    def tile(self, config: Config, direction: Pass) -> Any:
-        return next(iter(self.tiles(config, direction)))
-
 
 @lru_cache(maxsize=4096)
 def _fitted(kernels: tuple[Kernel, ...], config: Config, direction: Pass, lacks: str | None) -> Choice | None:

@@ -19,14 +19,8 @@ from gemmconv.ops.schemas import Arguments, Options, Tensors, checked_problem, m
 def checked_torch_conv_transpose2d(input: Tensor, weight: Tensor, bias: Tensor | None, *geometry: Any) -> Tensor:
     """torch.conv_transpose2d, after the checks of shapes that our operator makes, with their messages."""
     if not torch.compiler.is_compiling():  # a graph that is traced has no sizes yet
-        tensors = input, weight, bias
         dtype = torch.float32 if torch.is_autocast_enabled(input.device.type) else None  # autocast makes all of one
-        kinds = None if dtype else tuple(None if one is None else (one.dtype, one.device) for one in tensors)
-        shapes = input.shape, weight.shape, None if bias is None else bias.shape
-        find_or_make(
-            ("check", shapes, kinds, geometry),
-            lambda: checked_problem("conv_transpose2d", _tensors_to_check(tensors, dtype), None, geometry),
-        )
+        checked_problem("conv_transpose2d", _tensors_to_check((input, weight, bias), dtype), None, geometry)
     return torch.conv_transpose2d(input, weight, bias, *geometry)
 
 
