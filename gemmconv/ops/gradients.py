@@ -14,7 +14,7 @@ from gemmconv.algorithms import Algorithm
 from gemmconv.algorithms.fallback import with_fallback
 from gemmconv.device import make_current
 from gemmconv.kernels.base import Config, Pass, with_strides
-from gemmconv.kernels.layout.transpose import prepare_via_channels_last, to_format
+from gemmconv.kernels.layout.transpose import prepare_via_channels_last
 from gemmconv.kernels.program import Output, Program
 from gemmconv.ops.call_cache import find_or_make, tensor_signature
 from gemmconv.ops.configs import DEFAULT_CONVENTION, Convention, Prepared
@@ -42,30 +42,26 @@ def prepare_gradients(
     if any(programs) and not gradients.via_channels_last:
         passes = gradients.passes(config, weight_config)
         return _prepare_mixed(passes, tensors, convention, ours_is_of_input=of_first is not None)
+    call = both_gradients(gradients, config, weight_config)
     if gradients.via_channels_last:
-        last = replace(config, memory_format=torch.channels_last)
-        call = prepare_via_channels_last(config, both_gradients(gradients, last, last), gradients.transposes_weight)
-    else:
-        call = both_gradients(gradients, config, weight_config)
+        call = prepare_via_channels_last(config, call, gradients.transposes_weight)
     return _convert_results("grads", call, tensors[0], convention)
 
 
 def both_gradients(
     gradients: pairs.Gradients, config: Config, weight_config: Config
 ) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Prepare both gradients: one call if an algorithm has it, else two, for which grad_output is transposed once."""
+    """Prepare both gradients: one call if an algorithm has it, else two, for which grad_output is made NCHW once."""
     both_torchs = gradients.input_grad is gradients.weight_grad is NATIVE and not gradients.via_channels_last
-    # One call of torch's gives what two would, by the same kernels.
-    if gradients.at_once or (both_torchs and config.memory_format is weight_config.memory_format):
-        return gradients.input_grad.prepare(replace(config, weight_format=weight_config.memory_format), "grads")
-    output_shape, nchw = config.problem.output_shape, torch.contiguous_format
-    transpose = to_format(config, output_shape, nchw) if gradients.shares_transpose(config, weight_config) else None
-    input_grad = gradients.input_grad.prepare(config, "input_grad")
-    weight_grad = gradients.weight_grad.prepare(weight_config, "weight_grad")
+    if both_torchs and config.memory_format is weight_config.memory_format:
+        gradients = gradients._replace(at_once=True)  # one call of torch's gives what two would, by the same kernels
+    calls = [algorithm.prepare(of, direction) for direction, algorithm, of in gradients.passes(config, weight_config)]
+    if gradients.at_once:
+        return calls[0]
+    (input_grad, weight_grad), shares = calls, gradients.shares_transpose(config, weight_config)
 
     def call(grad_output: Tensor, input: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        if transpose is not None:
-            grad_output = transpose(grad_output)
+        grad_output = grad_output.contiguous() if shares else grad_output
         return input_grad(grad_output, weight), weight_grad(grad_output, input)
 
     return call
