@@ -71,7 +71,7 @@ def forget(position: int) -> None:
     _unguessed.pop(position, None)
 
 
-def compile_followers(position: int, module: nn.Module, tensors: Tensors) -> None:
+def compile_followers(position: int, module: Any, tensors: Tensors) -> None:
     """Have other threads guess and compile what the modules made after this one, which is called, will launch.
 
     Nothing is guessed from a module that other modules' calls were guessed for, if no kernel was compiled since the
@@ -100,7 +100,7 @@ def compile_followers(position: int, module: nn.Module, tensors: Tensors) -> Non
             return
         chain.input_shape, chain.compilations = shape, count
         recorded, cast = torch.is_grad_enabled(), torch.get_autocast_dtype("cuda") if is_autocasting("cuda") else None
-        call = tuple(_without_data(module, one, recorded, cast) for one in tensors), _options_of(module)
+        call = tuple(_without_data(module, one, recorded, cast) for one in tensors), module._arguments_and_key()[0]
         guesses = partial(_guess_calls, chain, shape, position if is_first else None, call, recorded, cast)
         bind.in_background(partial(_compile_guesses, guesses, recorded, cast))
 
@@ -156,7 +156,7 @@ def _guess_calls(
         input = WithoutData.of(shape, strides, tensors[0].dtype, tensors[0].device)
         input.requires_grad_(any(one is not None and one.requires_grad for one in tensors))
         parameters = (_without_data(module, one, recorded, cast) for one in (weight, bias))
-        tensors, arguments = (input, *parameters), _options_of(module)
+        tensors, arguments = (input, *parameters), module._arguments_and_key()[0]
         problem = checked_problem("conv_transpose2d", tensors, None, arguments)
         if math.prod(problem.output_shape) > _MOST_ELEMENTS:
             return
@@ -167,11 +167,6 @@ def _guess_calls(
             chain.followers.append(ref(module))
         _guesses[module] = _Guess(chain, chain_shape, input.shape)
         yield tensors, arguments
-
-
-def _options_of(module: Any) -> Arguments:
-    arguments: Arguments = module._arguments_and_key()[0]
-    return arguments
 
 
 def _find_tensor(module: nn.Module, name: str) -> Any:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gemmconv import validation
 from gemmconv.dispatch import as_plain
-from gemmconv.geometry import Geometry, Pair, Problem
+from gemmconv.geometry import Pair, Problem
 from gemmconv.kernels.base import PASSES, Pass, Precision
 from gemmconv.selection import NAMES
 
@@ -45,10 +45,6 @@ class Options(NamedTuple):
     algorithm: str = "auto"
     precision: Precision | None = None
     workspace_limit: int | None = None
-
-    @property
-    def geometry(self) -> Geometry:
-        return self.stride, self.padding, self.output_padding, self.groups, self.dilation
 
 
 class Window(NamedTuple):
@@ -86,7 +82,7 @@ def checked_problem(where: str, tensors: Tensors, sizes: Any, arguments: Argumen
         weight_shape = (input.shape[1], grad_output.shape[1] // max(1, options.groups), *sizes)
     else:
         weight_shape = weight.shape
-    problem = validation.problem(where, input_shape, weight_shape, options.geometry)
+    problem = validation.problem(where, input_shape, weight_shape, options[:5])
     validation.same_kind(where, named)
     if grad_output is not None:
         validation.shape(where, "grad_output", grad_output.shape, problem.output_shape)
