@@ -378,7 +378,7 @@ def _differentiable(operator: Callable[..., Any], rules: Rules) -> type[torch.au
     return Function
 
 
-def _with_gradient(operator: Callable[..., Any], kind: type[torch.autograd.Function]) -> Callable[..., Any]:
+def _with_gradient(operator: Callable[..., Any], kind: Any) -> Callable[..., Any]:
     """The operator below autograd, with an autograd node if gradients are recorded.
 
     torch.library.register_autograd would do this, but costs every call that needs gradients 50 us more.
