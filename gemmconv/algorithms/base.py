@@ -162,13 +162,8 @@ def _fastest(kernels: tuple[Kernel, ...], config: Config, direction: Pass, lacks
         return None if best is None else (kernels.index(best.kernel), best.tile, best.seconds)
 
     if config.device.type == "cuda" and lacks is None:
-        found = cached(lambda: ([kernel.name for kernel in kernels], _text(config), direction), search)
+        on_any = replace(config, device=torch.device("cuda"))  # every GPU of this kind
+        found = cached(lambda: ([kernel.name for kernel in kernels], repr(on_any), direction), search)
     else:
         found = search()
     return None if found is None else Choice(kernels[found[0]], *found[1:])
-
-
-@lru_cache(maxsize=64)
-def _text(config: Config) -> str:
-    """The configuration as text, without the index of its device."""
-    return repr(replace(config, device=torch.device(config.device.type)))
