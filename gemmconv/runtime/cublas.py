@@ -59,15 +59,8 @@ def addresses() -> tuple[int, int]:
 class StridedBatchedGemm:
     """C = op(A) op(B) + beta C in cuBLAS's column-major terms, with everything but addresses fixed.
 
-    Products accumulate in float32 (float64 for float64 operands), as TF32 only where ``tf32`` says so.
-
-    Args:
-        extents: m, n, k: C is ``m x n`` and the reduced extent is ``k``.
-        a, b, c: for each operand its type, and elements from one column and from one matrix to the next.
-        batch: number of products.
-        transposed: whether op transposes A, and whether it transposes B.
-        tf32: round float32 operands to TF32.
-        accumulates: add to C instead of overwriting it.
+    The arguments are the fields of :class:`gemmconv.kernels.program.Gemm`. An operand is given by its type, and by the
+    elements from one column and from one matrix to the next.
     """
 
     def __init__(

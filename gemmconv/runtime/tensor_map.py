@@ -28,17 +28,9 @@ def encode(
 ) -> ctypes.Array[ctypes.c_ulonglong]:
     """The map of a tensor and of the boxes that are copied from it; ``tensor_map_t`` in C++.
 
-    It depends on the address but not on the contents, so it may be cached.
-
-    Args:
-        address: address of the first element, a multiple of 16.
-        itemsize: bytes of an element, 2 or 4.
-        sizes: elements of each dimension, the innermost first.
-        strides: bytes from one element to the next, of all dimensions but the innermost; multiples of 16.
-        box: elements of a box in each dimension; times the step at most 256.
-        steps: for each dimension, elements from one element of a box to the next; 1 for the innermost.
-        swizzled: whether boxes, with lines of 64 or 128 bytes, are swizzled; see csrc/include/ptx/wgmma.cuh.
-        fetched: bytes that the L2 cache fetches from memory together, 128 or 256.
+    It depends on the address but not on the contents, so it may be cached. Arguments after the address are described in
+    :class:`gemmconv.kernels.program.TensorMapSpec`. The address and the strides are multiples of 16; a box times its
+    steps is at most 256 in each dimension; the innermost step is 1; swizzled lines have 64 or 128 bytes.
 
     Raises:
         RuntimeError: the driver refuses the arguments.

@@ -31,11 +31,8 @@ if hasattr(os, "register_at_fork"):
 def compiled(source: str, name: str, flags: Sequence[bytes], cancelled: Array[c_char]) -> nvrtc.Result:
     """Compile a source in this process, or, while it compiles several, in a child process.
 
-    A failure of the child process is repeated in this one, which reports it.
-
-    Args:
-        source, name, flags: text, name and compiler flags of the source.
-        cancelled: "1" if compilations are to be cancelled.
+    A failure of the child process is repeated in this one, which reports it. For the arguments see
+    :func:`.nvrtc.compiled`.
     """
     here = _here.acquire(blocking=False)
     elsewhere = not here and cancelled.value == b"0" and _elsewhere.acquire(blocking=False)
