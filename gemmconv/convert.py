@@ -36,19 +36,12 @@ _OWN_ATTRIBUTES = ("algorithm", "precision", "workspace_limit", "_last_arguments
 
 
 class Line(NamedTuple):
-    """A transposed convolution of a model.
+    """A transposed convolution of a model."""
 
-    Attributes:
-        name: where it is in the model.
-        kind: its class.
-        is_converted: whether gemmconv computes it.
-        reason: the settings of a converted layer; why another was left.
-    """
-
-    name: str
-    kind: str
-    is_converted: bool
-    reason: str
+    name: str  # where it is in the model
+    kind: str  # its class
+    is_converted: bool  # whether gemmconv computes it
+    reason: str  # the settings of a converted layer; why another was left
 
 
 class Report(tuple[Line, ...]):

@@ -30,25 +30,17 @@ Key = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Entry:
-    """The measured choice for a pass of a layer.
+    """The measured choice for a pass of a layer."""
 
-    Attributes:
-        key: layer, pass, dtype, precision, memory format and device, as text.
-        size: batch and sizes of the input that was measured.
-        algorithms: the algorithms that ``auto`` takes: one, or for both gradients the input's and the weight's. For a
-            volume the way of computing it, whose ``"grads"`` is a whole training step.
-        kernel, tile: kernel of the algorithm and its tile; empty where there is only one.
-        how: how both gradients share work, by the attributes' names of ``pairs.Gradients``.
-        microseconds: the least time of each algorithm that was measured.
-    """
-
-    key: Key
-    size: tuple[int, ...]
+    key: Key  # layer, pass, dtype, precision, memory format and device, as text
+    size: tuple[int, ...]  # batch and sizes of the input that was measured
+    # The algorithms that ``auto`` takes: one, or for both gradients the input's and the weight's. For a volume the way
+    # of computing it, whose ``"grads"`` is a whole training step.
     algorithms: tuple[str, ...]
-    kernel: str = ""
+    kernel: str = ""  # kernel of the algorithm; empty where there is only one, as is its tile
     tile: str = ""
-    how: dict[str, bool] = field(default_factory=dict)
-    microseconds: dict[str, float] = field(default_factory=dict)
+    how: dict[str, bool] = field(default_factory=dict)  # how both gradients share work: attributes of pairs.Gradients
+    microseconds: dict[str, float] = field(default_factory=dict)  # the least time of each algorithm that was measured
 
     @property
     def pixels(self) -> int:
