@@ -35,7 +35,7 @@ from gemmconv.ops import call_cache
 from gemmconv.ops.autocast import cast_as_autocast, casts_parameters, is_autocasting
 from gemmconv.ops.left_to_torch import is_left_to_torch
 from gemmconv.ops.recording import Call, prepare_with_autograd
-from gemmconv.ops.schemas import Arguments, Options, Tensors, without_data
+from gemmconv.ops.schemas import Arguments, Tensors, without_data
 from gemmconv.ops.signatures import call_signature
 
 
@@ -90,8 +90,9 @@ def prepare_signal(input: Tensor, weight: Tensor, bias: Tensor | None, arguments
     if in_a_mode() or not are_dense(*tensors) or is_autocasting(input.device.type):
         return None
     if is_left_to_torch(*tensors, arguments):
-        # Of a pair (height, width) signals have the width: stride (1, 2) becomes (2,). ``groups`` is an int.
-        geometry: list[Any] = [one[1:] if isinstance(one, tuple) else one for one in Options(*arguments).geometry]
+        # The first five arguments are torch's. Of a pair (height, width) signals have the width: stride (1, 2) becomes
+        # (2,). ``groups`` is an int.
+        geometry: list[Any] = [one[1:] if isinstance(one, tuple) else one for one in arguments[:5]]
         return lambda input, weight, bias: torch.conv_transpose1d(input, weight, bias, *geometry)
     return prepare_with_autograd(tensors, arguments, is_signal=True)
 
