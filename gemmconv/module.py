@@ -202,7 +202,7 @@ class ConvTranspose1d(Layer, nn.ConvTranspose1d):
         super()._on_cache_miss(key, input, weight, bias)
         if input.dim() not in (2, 3):
             return None
-        arguments, key_of_images = self._arguments_and_key()
+        arguments, arguments_key = self._arguments_and_key()
         call = None
         # Errors are ignored here: forward then calls the functional form, which raises it in 1-D terms.
         with suppress(TypeError, RuntimeError, ValueError, NotImplementedError):
@@ -211,8 +211,8 @@ class ConvTranspose1d(Layer, nn.ConvTranspose1d):
         if call is not None:
             return call(input, weight, bias)
         images, kernels = input.unsqueeze(-2), weight.unsqueeze(-2)
-        if key_of_images is not None:
-            call, _ = plain.find_call(images, kernels, bias, key_of_images)
+        if arguments_key is not None:
+            call, _ = plain.find_call(images, kernels, bias, arguments_key)
         return None if call is None else call(images, kernels, bias).squeeze(-2)
 
 

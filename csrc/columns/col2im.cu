@@ -91,7 +91,8 @@ __device__ __forceinline__ void add_row(
     int j) {
     #pragma unroll
     for (int s = 0; s < RECT_W; ++s) {
-        const int padded_w = s + PADDING_W + (RECT_W == STRIDE_W ? 0 : j);  // counted from the rectangle: a constant
+        // Of output column o, o + P; but if RECT_W = STRIDE_W counted from the rectangle's first output: a constant.
+        const int padded_w = s + PADDING_W + (RECT_W == STRIDE_W ? 0 : j);
         const int first_kw = first_tap<KERNEL_W, STRIDE_W, DILATION_W>(padded_w);
         const COLUMN_T* tap = tap_row + first_kw * tap_stride;
         #pragma unroll kUnrollW

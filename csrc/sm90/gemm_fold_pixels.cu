@@ -31,11 +31,21 @@
  * Macros of its own: FOLD_OUTS; WHOLE_OUTS (1 if it divides out_channels); FOLD_GROUPS (of threads, each with channels
  * of its own); FOLD_TURNS (cells of a thread, or parts of cells, at most). The two headers list the others.
  *
- * From pipeline/pixels_on_m.cuh: run starts producers, and consume() in each consumer warp; each_item loops over items;
- * ring_t is a place in a ring of slots or stages; biases_t are a line block's biases, biases_of where they lie; kTaps,
- * kPositions, kBlockOuts are taps, positions of an item, channels of a line block. From epilogue/fold_smem.cuh: image_t
- * has an image's extents in pixels and cells; cell_place_t says where a cell lies; kParts threads share a cell's row.
- * From numeric/: `divided` divides by a reciprocal; `each` is a loop whose index is known to the compiler.
+ * What is used of the headers, and what it promises:
+ *   run            makes the barriers, lets producer warps copy all items, and calls consume() in each consumer warp
+ *   each_item      calls a function for every item of this block. item_t: the item's first image, position, line block
+ *   ring_t         the buffer (slot or stage) that is next in its ring. multiply moves it on by one for each chunk
+ *   multiply       for each chunk: waits until a slot and a stage are full, multiplies, and says that the stage, and if
+ *                  `frees` the slot, is empty. When it returns the sums are complete, and nothing is left to wait for
+ *   biases_t       the biases of a line block: its constructor loads them, share() gives them to the warp at biases_of
+ *   gather         adds up the columns of OUTS channels, for each cell of this thread, and stores the outputs. It skips
+ *                  what does not exist: cells, inputs beside the image, channels. The columns must be written before
+ *   image_t        extents of an image in pixels and cells. cell_place_t: where a cell is. kParts threads share its row
+ *   kTaps, kPositions, kBlockOuts   taps of the kernel, positions of an item, output channels of a line block
+ *   divided, each  a division by a reciprocal; a loop whose index is known to the compiler
+ *
+ * Try a change without a GPU: `python -m pytest tests/test_kernels.py -k fold_pixels` runs this file on a CPU. It finds
+ * barriers that are waited for in vain, shared memory that is read before it was written, and wrong sums.
  */
 #include "pipeline/pixels_on_m.cuh"
 #include "epilogue/fold_smem.cuh"
@@ -43,11 +53,11 @@
 
 // Lines of a fold; folds of a line block; floats of a fold's columns. In the example 48, 3 and 48 * 132.
 constexpr int kFoldLines = FOLD_OUTS * kTaps, kFolds = LINES / kFoldLines, kFoldFloats = kFoldLines * FOLD_PITCH;
-// Chunks that multiply takes before its loop, which takes two at a time so that registers have constant indices: 1 if
-// their number is odd (CHUNK_CLASS 1 for one chunk, 3 for three, five, ...). With two position blocks it takes one.
+// Chunks that multiply takes before its loop, which takes two at a time: 1 if their number is odd. With two position
+// blocks the loop takes one at a time. The table at multiply, in pixels_on_m.cuh, has all cases.
 constexpr int kPeeled = POSITION_BLOCKS == 1 ? CHUNK_CLASS % 2 : 0;
 static_assert(kFoldLines % 8 == 0 && LINES % kFoldLines == 0, "a fold has whole groups of 8 lines, as wgmma has them");
-static_assert(FOLD_PITCH % 8 == 4 && kPositions <= FOLD_PITCH, "a warp writes columns to different banks");
+static_assert(FOLD_PITCH % 8 == 4 && kPositions <= FOLD_PITCH, "half a warp writes columns to different banks");
 static_assert(2 * kFoldFloats * 4 <= COLUMN_BYTES, "columns of two folds fit");
 
 // A group of threads gathers all cells of an equal share of a fold's channels; in the example all 256, 3 channels.
@@ -81,8 +91,8 @@ __device__ __forceinline__ void write_columns(float* to, const float (&sums)[POS
     }
 }
 
-/* For consume: the i-th cell of an item, whether it exists, its image, row, column, and its place in a line. A cell to
- * the right of the image has a place in the next row, which does no harm: gather checks row and column before it reads.
+/* For consume: the i-th cell of an item. Cell 70 of the example's first item, images 0 and 1: {true, 1, 0, 6, 70}.
+ * A cell to the right of the image gets a position of the next row, which does no harm: gather checks row and column.
  */
 __device__ __forceinline__ cell_place_t cell_of(const pixels_on_m_params& p, const item_t& item, int i) {
     const image_t image{p.in_h, p.in_w};
@@ -92,7 +102,7 @@ __device__ __forceinline__ cell_place_t cell_of(const pixels_on_m_params& p, con
         const int before = nth * (p.in_h * p.in_w);  // positions of the item's images before the nth
         return {item.position + before < p.positions, item.image + nth, row, column, before + row * p.in_w + column};
     } else {
-        const int column = item.position + p.left + i;
+        const int column = item.position + p.left + i;  // item.position is below 0 in an image's first window
         return {column < image.cells_w(), item.image, 0, column, p.left + i};
     }
 }

@@ -15,7 +15,8 @@ and for torch's operator there is no program: the algorithm prepares the call it
 of their own, in volumes.py.
 
 Calls that bypass torch's dispatcher (plain.py, recording.py) are prepared here too. To save launches some take and
-return other tensors than the operator does; a :class:`gemmconv.ops.configs.Convention` says which. Only forward.py and
+return other tensors than the operator does: a call under autocast takes the float32 weight, and casts it; a call for
+both gradients returns the bias's too. A :class:`gemmconv.ops.configs.Convention` says which; only forward.py and
 gradients.py act by it.
 """
 
@@ -52,7 +53,7 @@ from gemmconv.ops.schemas import (
 
 
 def _compute(direction: Pass, operator: str, *inputs: Any) -> Any:
-    """Compute an operator; ``inputs`` are as in its schema: tensors, for a single gradient its size, then options."""
+    """Compute an operator; ``inputs`` are as in its schema: tensors, the size of a single gradient, then options."""
     tensors, target_size, arguments = split_arguments(operator, inputs)
     with make_current(tensors[0].device):
         return prepare_call(direction, tensors, target_size, arguments)(*tensors)

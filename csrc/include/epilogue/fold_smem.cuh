@@ -35,8 +35,8 @@ constexpr int kParts = DILATION_W == 1 ? STRIDE_W / VECTOR : 1, kRun = STRIDE_W 
 
 using pair_t = vector_of<float, 2>;  // neighbouring columns, written at once
 
-/* The position of a cell: its image, its row and column there, its place in a line of columns; and whether it exists. */
-struct cell_place_t { bool is; int image, row, column, at; };
+/* Whether a cell exists, its image, its row and column there, and the position of its columns in each line of columns. */
+struct cell_place_t { bool exists; int image, row, column, position; };
 
 /* Gathers OUTS output channels of `channels`, from `out` on, of so many cells, and stores the outputs; WHOLE if all OUTS
  * exist. THREADS threads call it, of which this is number `member`, and have at most TURNS cells each, or parts of them.
@@ -54,13 +54,13 @@ __device__ __forceinline__ void gather(
         const cell_place_t cell = cell_of(turn, i / kParts);
         const int cell_h = cell.row, cell_w = cell.column;
         const int first_w = cell_w * STRIDE_W + i % kParts * kRun;
-        if (!cell.is || (OUT_MORE_W % STRIDE_W != 0 && kParts > 1 && first_w >= out_w)) continue;
+        if (!cell.exists || (OUT_MORE_W % STRIDE_W != 0 && kParts > 1 && first_w >= out_w)) continue;
         const long long plane = static_cast<long long>(cell.image) * channels + out;
         ELEMENT_T* target = output + (plane * (out_h * out_w) + (cell_h * STRIDE_H * out_w + first_w));
         #pragma unroll (kTaps <= 16 ? least(OUTS, 4) : 1)
         for (int channel = 0; channel < OUTS; ++channel) {
             if (!WHOLE && out + channel >= channels) continue;
-            const float* from = columns + (channel * (kTaps * FOLD_PITCH) + cell.at);
+            const float* from = columns + (channel * (kTaps * FOLD_PITCH) + cell.position);
             float sums[STRIDE_H][kRun];
             #pragma unroll
             for (int r = 0; r < STRIDE_H * kRun; ++r) sums[r / kRun][r % kRun] = biases[channel];

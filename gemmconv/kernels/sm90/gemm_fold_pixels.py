@@ -230,6 +230,20 @@ def tiles_of(problem: Problem, itemsize: int, multiprocessors: int) -> Iterator[
                         yield tile
 
 
+def _fastest(tile: Tile, most: int) -> Tile | None:
+    """The tile with the fastest sets, then with the fastest number of images of an item, up to ``most``."""
+    p = tile.problem
+    tiles = [one for sets in pixels_on_m.sets_of(p, tile.lines) if (one := changed(tile, sets=sets)).possible]
+    if not tiles:
+        return None
+    best = min(tiles, key=lambda one: one.cycles)
+    # Three numbers: as many as fit; an equal share of the batch, in as many items; and so few that each multiprocessor
+    # has an item.
+    for_all = -(-p.batch * best.sets // tile.multiprocessors)
+    counts = dict.fromkeys((most, even_share(p.batch, most), min(most, for_all)))
+    return min((changed(best, images=images) for images in counts), key=lambda one: one.cycles)
+
+
 def _halo(problem: Problem) -> Pair:
     """How many inputs to the left, and to the right, of its own place a cell of a single row reads."""
     least, largest = reach_of(problem, 1)
@@ -248,6 +262,8 @@ def _items_of(problem: Problem) -> Iterator[tuple[int, int]]:
 
 
 class GemmFoldPixels(OneFormatForward):
+    """Forward passes in NCHW. The base class takes tiles from :func:`tiles_of`, and divides ``cycles`` by a clock."""
+
     name = "sm90/gemm_fold_pixels"
     serves = (
         "one group, a number of taps whose least common multiple with 16 is at most 256, some in every phase, images "
@@ -260,33 +276,29 @@ class GemmFoldPixels(OneFormatForward):
         """The tile for another size, with the same compiled kernel.
 
         The kernel is compiled for lines, with or without windows (of one row), ``position_blocks``, ``fold_turns``,
-        ``vector`` and ``piece``; its other macros follow from these and the layer. A size must have the same of each;
-        its items may have fewer positions than the position blocks hold. Images of an item, sets and windows are
-        arguments of the kernel. So the example's kernel serves 100 images of 4 x 4, with four in an item of 64
-        positions, and 7 of 12 x 10, one in an item of 120, but none of 16 x 16, which take two position blocks.
+        ``vector`` and ``piece``; its other macros follow from these and the layer's channels and taps. A size must have
+        the same of each; its items may have fewer positions than the position blocks hold. Images of an item, sets and
+        windows are arguments of the kernel. So the example's kernel serves 100 images of 4 x 4, with four in an item of
+        64 positions, and 7 of 12 x 10, one in an item of 120, but none of 16 x 16, which take two position blocks.
         """
-        p = config.problem
+        p, positions = config.problem, tile.position_blocks * BLOCK_POSITIONS
         if not pixels_on_m.serves(p, tile.itemsize, tile.multiprocessors):
             return None
-        # The kernel has items of one kind: windows of a single row, or whole images that fit its position blocks.
-        positions, windowed = tile.position_blocks * BLOCK_POSITIONS, tile.windows.per_image > 1
-        if windowed != (p.in_pixels > _MOST_POSITIONS) or p.in_pixels > (p.input_size[1] if windowed else positions):
-            return None
+        if tile.windows.per_image > 1:  # items are windows, of which a single row has several if it is long enough
+            if p.input_size[0] > 1 or p.in_pixels <= _MOST_POSITIONS:
+                return None
+            most, window = 1, tile.window
+        else:  # items are whole images
+            if p.in_pixels > positions:
+                return None
+            most, window = min(p.batch, positions // p.in_pixels), p.in_pixels
 
-        most, window = (1, tile.window) if windowed else (min(p.batch, positions // p.in_pixels), p.in_pixels)
         compiled = tile.position_blocks, tile.fold_turns
         sized = changed(tile, problem=p, images=most, window=window, compiled=compiled)
         # Sets change none of these.
         if (sized.fold_turns, sized.vector, sized.piece) != (tile.fold_turns, tile.vector, tile.piece):
             return None
-        tiles = [one for sets in pixels_on_m.sets_of(p, tile.lines) if (one := changed(sized, sets=sets)).possible]
-        if not tiles:
-            return None
-        sets = min(tiles, key=lambda one: one.cycles).sets
-        # Three candidates for the images of an item: as many as fit; an equal share of the batch, in as many items; and
-        # so few that each multiprocessor has an item.
-        counts = dict.fromkeys((most, even_share(p.batch, most), min(most, -(-p.batch * sets // tile.multiprocessors))))
-        return min((changed(sized, sets=sets, images=images) for images in counts), key=lambda one: one.cycles)
+        return _fastest(sized, most)
 
     def program(self, config: Config, direction: Pass, tile: Tile) -> Program:
         p = tile.problem
