@@ -101,7 +101,7 @@ def _warmup_command(arguments: argparse.Namespace) -> int:
 def _warmup(config: Config, capability: Capability, backward: bool) -> int:
     """Choose kernels, compile them and print how long each took. Returns 1 if one did not compile, else 0."""
     from gemmconv.kernels import search_cache
-    from gemmconv.ops.programs import layer_programs
+    from gemmconv.ops.pass_programs import layer_programs
     from gemmconv.runtime.launch import architecture_of, compile_ahead
     from gemmconv.warmup import show_progress
 

@@ -25,7 +25,7 @@ from gemmconv.kernels.program import (
 )
 from gemmconv.ops.configs import Convention
 from gemmconv.ops.gradients import prepare_gradients
-from gemmconv.ops.programs import concatenate, gradient_programs
+from gemmconv.ops.pass_programs import concatenate, gradient_programs
 from gemmconv.pairs import Gradients
 from gemmconv.selection import NATIVE
 from tests import emulator, reference

@@ -70,7 +70,8 @@ constexpr int kUnrollW = kTapsW <= 32 ? kTapsW : 16;
 constexpr int kUnrollRows = RECT_W * kTapsW < 32 ? 32 / (RECT_W * kTapsW) : 1;  // taps of depth and height together
 
 /* The first tap of an output o, where `padded` is o + P: the least k for which S divides o + P - k*D. In the example
- * first_tap(3) = 1 and first_tap(4) = 0. Where an output has no tap it is KERNEL or more, which callers must check.
+ * output 2 has first_tap(3) = 1, output 3 has first_tap(4) = 0. Where an output has no tap it is KERNEL or more, which
+ * callers must check.
  */
 template <int KERNEL, int STRIDE, int DILATION>
 __device__ __forceinline__ int first_tap(int padded) {
@@ -91,7 +92,7 @@ __device__ __forceinline__ void add_row(
     int j) {
     #pragma unroll
     for (int s = 0; s < RECT_W; ++s) {
-        // Of output column o, o + P; but if RECT_W = STRIDE_W counted from the rectangle's first output: a constant.
+        // P + the output's place s in the rectangle, a constant; but if RECT_W is 1, P + its column j.
         const int padded_w = s + PADDING_W + (RECT_W == STRIDE_W ? 0 : j);
         const int first_kw = first_tap<KERNEL_W, STRIDE_W, DILATION_W>(padded_w);
         const COLUMN_T* tap = tap_row + first_kw * tap_stride;

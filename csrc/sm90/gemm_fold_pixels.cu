@@ -44,8 +44,10 @@
  *   kTaps, kPositions, kBlockOuts   taps of the kernel, positions of an item, output channels of a line block
  *   divided, each  a division by a reciprocal; a loop whose index is known to the compiler
  *
- * Try a change without a GPU: `python -m pytest tests/test_kernels.py -k fold_pixels` runs this file on a CPU. It finds
- * barriers that are waited for in vain, shared memory that is read before it was written, and wrong sums.
+ * Safe to change here alone: which threads write which columns, and gather which cells. Macros and bytes of shared
+ * memory are the host's: static_asserts and tests find where the two disagree. To try a change without a GPU,
+ * `python -m pytest tests/test_kernels.py -k fold_pixels` runs this file on a CPU. It finds barriers that are waited
+ * for in vain, shared memory that is read before it was written, and wrong sums.
  */
 #include "pipeline/pixels_on_m.cuh"
 #include "epilogue/fold_smem.cuh"
@@ -54,7 +56,8 @@
 // Lines of a fold; folds of a line block; floats of a fold's columns. In the example 48, 3 and 48 * 132.
 constexpr int kFoldLines = FOLD_OUTS * kTaps, kFolds = LINES / kFoldLines, kFoldFloats = kFoldLines * FOLD_PITCH;
 // Chunks that multiply takes before its loop, which takes two at a time: 1 if their number is odd. With two position
-// blocks the loop takes one at a time. The table at multiply, in pixels_on_m.cuh, has all cases.
+// blocks the loop takes one at a time. CHUNK_CLASS is 1 for one chunk, 2 for an even number, 3 for three, five and so
+// on; the table at multiply, in pixels_on_m.cuh, has all cases.
 constexpr int kPeeled = POSITION_BLOCKS == 1 ? CHUNK_CLASS % 2 : 0;
 static_assert(kFoldLines % 8 == 0 && LINES % kFoldLines == 0, "a fold has whole groups of 8 lines, as wgmma has them");
 static_assert(FOLD_PITCH % 8 == 4 && kPositions <= FOLD_PITCH, "half a warp writes columns to different banks");
@@ -67,9 +70,8 @@ static_assert(FOLD_GROUPS == 1 || kPositions * kParts <= kGroupThreads, "a threa
 constexpr int kKept = FOLD_TURNS <= 2 ? FOLD_TURNS : 1;  // cells that a thread keeps in registers for all folds
 
 /* For fold_line_block: writes a warp's sums of fold FOLD to columns `to`. Of 16 positions and 8 lines, lane 4g + t has
- *   from[0], from[1]: row g, lines 2t and 2t + 1        from[2], from[3]: row g + 8, the same lines
- *
- * Rows g and g + 8 of a product are positions 2g and 2g + 1 (PAIRED in pixels_on_m.cuh): a lane writes two at once.
+ * four sums: 0 and 1 are of lines 2t and 2t + 1 at position 2g, 2 and 3 of the same lines at position 2g + 1 (PAIRED in
+ * pixels_on_m.cuh). Sums 0 and 2 are neighbours in a line of columns, as are 1 and 3: a lane writes two at once.
  *   fold 1 of the example has sums 24 to 47 of a lane, of 6 x 8 lines. Lane 5 (g = 1, t = 1) of warp 2 writes positions
  *   34 and 35 of lines 2, 3, 10, 11, ...
  */
@@ -92,7 +94,8 @@ __device__ __forceinline__ void write_columns(float* to, const float (&sums)[POS
 }
 
 /* For consume: the i-th cell of an item. Cell 70 of the example's first item, images 0 and 1: {true, 1, 0, 6, 70}.
- * A cell to the right of the image gets a position of the next row, which does no harm: gather checks row and column.
+ * A cell to the right of the image (column 8 of 8 inputs) has the position of the next row's first, which does no harm:
+ * gather checks row and column before it reads.
  */
 __device__ __forceinline__ cell_place_t cell_of(const pixels_on_m_params& p, const item_t& item, int i) {
     const image_t image{p.in_h, p.in_w};

@@ -14,7 +14,7 @@ from gemmconv.kernels.program import Launch
 from gemmconv.ops.call_cache import find_or_make, tensor_signature
 from gemmconv.ops.configs import Convention, choose_algorithm, choose_gradients, default_convention
 from gemmconv.ops.gradients import convert_outputs
-from gemmconv.ops.programs import bias_grad_program, gradient_programs, pass_program
+from gemmconv.ops.pass_programs import bias_grad_program, gradient_programs, pass_program
 from gemmconv.ops.schemas import (
     ARGUMENT_NAMES,
     Arguments,

@@ -12,7 +12,7 @@ from gemmconv.kernels.base import Config
 from gemmconv.kernels.forms import name_of_cast
 from gemmconv.kernels.program import Output, Program
 from gemmconv.ops.configs import Convention, Prepared
-from gemmconv.ops.programs import pass_program
+from gemmconv.ops.pass_programs import pass_program
 from gemmconv.ops.schemas import Tensors, with_parameter_dtype
 
 

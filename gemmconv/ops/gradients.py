@@ -18,7 +18,7 @@ from gemmconv.kernels.layout.transpose import prepare_via_channels_last
 from gemmconv.kernels.program import Output, Program
 from gemmconv.ops.call_cache import find_or_make, tensor_signature
 from gemmconv.ops.configs import DEFAULT_CONVENTION, Convention, Prepared
-from gemmconv.ops.programs import bias_grad_program, concatenate, gradient_programs, pass_program
+from gemmconv.ops.pass_programs import bias_grad_program, concatenate, gradient_programs, pass_program
 from gemmconv.ops.schemas import Tensors
 from gemmconv.selection import NATIVE
 

@@ -7,17 +7,23 @@ The first call of a signature goes through these stages; here ``[8, 64, 32, 32]`
     Problem          batch=8, in_channels=64, ...           the geometry, once all arguments were checked: schemas.py
     Config           problem, float16, cuda:0, ...          all that decides how it is computed: configs.py
     Algorithm        Fused(), kernel sm90/implicit_gemm     chosen once, by selection.py
-    Program          weights/pack.cu, then the kernel       its launches as plain data: programs.py
+    Program          weights/pack.cu, then the kernel       its launches as plain data: pass_programs.py
     prepared call    call(input, weight, None)              launches them on tensors of these strides: kernels/bind.py
 
-For both gradients in one call two algorithms are chosen, ``pairs.Gradients``, and each gradient has a Config. On a CPU
-and for torch's operator there is no program: the algorithm prepares the call itself. Layers on volumes have operators
-of their own, in volumes.py.
+Who calls whom, the first time. An eager call bypasses the dispatcher; others reach ``_compute``:
 
-Calls that bypass torch's dispatcher (plain.py, recording.py) are prepared here too. To save launches some take and
-return other tensors than the operator does: a call under autocast takes the float32 weight, and casts it; a call for
-both gradients returns the bias's too. A :class:`gemmconv.ops.configs.Convention` says which; only forward.py and
-gradients.py act by it.
+    plain.prepare                         a call that has a signature; layers and functional.py ask for it
+      recording.prepare_with_autograd     adds the autograd node, whose backward pass is prepared here too
+        prepare_call                      here; also from _compute, the body of every operator
+          configs.choose_algorithm        checks arguments, makes the Config, asks selection.py (for two: pairs.py)
+          forward.prepare_forward         the Program, bound to the device; gradients.py has the same for gradients
+
+On a CPU and for torch's operator there is no program: the algorithm prepares the call itself. Layers on volumes have
+operators of their own, in volumes.py.
+
+To save launches some prepared calls take and return other tensors than the operator does: under autocast one takes the
+float32 weight, and casts it; one for both gradients returns the bias's too. A :class:`gemmconv.ops.configs.Convention`
+says which, and only forward.py and gradients.py act by it. ``trained`` says that the weight will change.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ from gemmconv.ops.autograd import Gradients, Needs, needed_pass, of_all, require
 from gemmconv.ops.call_cache import find_or_make, tensor_signature
 from gemmconv.ops.configs import Convention
 from gemmconv.ops.gradients import prepare_gradient
-from gemmconv.ops.programs import bias_grad_program, pass_program
+from gemmconv.ops.pass_programs import bias_grad_program, pass_program
 from gemmconv.ops.recording import with_node
 from gemmconv.ops.schemas import Tensors, WithoutData, as_hashable, without_data
 from gemmconv.selection import BY_NAME, choose, current_config, torch_precision

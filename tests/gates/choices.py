@@ -30,7 +30,7 @@ from gemmconv import pairs, selection
 from gemmconv.device import MEASURED
 from gemmconv.kernels.base import PASSES, Config, Direction
 from gemmconv.ops.gradients import both_gradients
-from gemmconv.ops.programs import gradient_programs
+from gemmconv.ops.pass_programs import gradient_programs
 
 FILE = Path(__file__).parents[1] / "data" / "choices.csv"
 KEY, VALUES = ("workload", "precision", "layout", "pass"), ("algorithm", "kernels", "digest", "estimate_us")

@@ -3,7 +3,7 @@
 The kernel multiplies inputs by weights, and adds up the products that belong to the same output. Its words, with the
 numbers of an example: 64 images of 8 x 8, 64 to 32 channels, kernel 4, stride 2, padding 1, in TF32 on an H200.
 
-  What is multiplied
+  What is multiplied (the product is stored transposed: columns[line][position])
     position        an input pixel: a row of the product                                  64 * 64 = 4096
     line            a tap of an output channel: a column of the product                   32 * 16 = 512
   How it is divided among thread blocks
@@ -154,13 +154,14 @@ class Tile(PositionRows):
         """
         block_outs, unit = self.lines // self.problem.taps, math.lcm(8, self.problem.taps) // self.problem.taps
         wanted = max(_FOLD_LINES // self.problem.taps, CONSUMERS // self._group_threads, unit)
-        possible = [outs for outs in range(unit, block_outs + 1, unit) if block_outs % outs == 0]
+        candidates = [outs for outs in range(unit, block_outs + 1, unit) if block_outs % outs == 0]
         # Two folds may take 40 KB; with several line blocks (of all sets, so that folds are the same for any number of
-        # sets) up to 72 KB, as far as held inputs and two stages of weights leave it.
+        # sets) up to 72 KB, as far as all inputs of an item and two stages of weights leave it. Whether inputs are
+        # ``held`` is decided later, by the bytes that are taken here.
         most = _COLUMN_BYTES
         if self.line_blocks > 1:
-            most = max(most, min(_MOST_COLUMN_BYTES, self.left_bytes))
-        fitting = [outs for outs in possible if 2 * self._fold_bytes(outs) <= most] or possible[:1]
+            most = max(most, min(_MOST_COLUMN_BYTES, self.bytes_beside_inputs))
+        fitting = [outs for outs in candidates if 2 * self._fold_bytes(outs) <= most] or candidates[:1]
         return min((outs for outs in fitting if outs >= wanted), default=fitting[-1])
 
     @cached_property
@@ -262,7 +263,7 @@ def _items_of(problem: Problem) -> Iterator[tuple[int, int]]:
 
 
 class GemmFoldPixels(OneFormatForward):
-    """Forward passes in NCHW. The base class takes tiles from :func:`tiles_of`, and divides ``cycles`` by a clock."""
+    """Forward passes in NCHW. Base classes (sm90/base.py) take tiles from :func:`tiles_of`, seconds from ``cycles``."""
 
     name = "sm90/gemm_fold_pixels"
     serves = (
