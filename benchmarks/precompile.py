@@ -20,7 +20,7 @@ from gemmconv.device import DeviceSpec, spec_of
 from gemmconv.geometry import Problem
 from gemmconv.kernels.base import Direction, Pass, Precision
 from gemmconv.kernels.layout.transpose import prepare_via_channels_last
-from gemmconv.ops.programs import gradient_programs
+from gemmconv.ops.pass_programs import gradient_programs
 from gemmconv.pairs import choose_pair
 from gemmconv.selection import choose, current_config
 from gemmconv.tune import OPERANDS

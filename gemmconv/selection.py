@@ -163,7 +163,8 @@ def _first_on_other_gpus(config: Config, direction: Direction) -> tuple[Algorith
 def _order_on_cpu(config: Config, direction: Direction, isa: str) -> list[tuple[Algorithm, str]]:
     """The order on a CPU with the C extension, by the rule in :mod:`gemmconv.kernels.cpu.estimate`.
 
-    Its estimate for torch's operator is divided by ``LEAST_SPEEDUP``, so ``fused`` comes first from that speedup on.
+    The order is that of :func:`estimates`. That of torch's operator is divided by ``LEAST_SPEEDUP`` (``native_seconds``
+    there), so ``fused`` comes first from that speedup on.
     """
     ratio, threads = estimate.speedup(config, direction), torch.get_num_threads()
     fused = f"expected at {ratio:.2f} times torch's speed with {isa} and {threads} threads" if ratio else "not measured"
@@ -181,7 +182,10 @@ def _estimate_text(seconds: Seconds) -> str:
 
 
 def on_measured_gpu(config: Config) -> Config:
-    """The configuration with the speeds of the measured GPU, a Hopper, and the capability of the GPU at hand."""
+    """The configuration with the speeds of the measured GPU, a Hopper, and the capability of the GPU at hand.
+
+    So estimates are Hopper's, but kernels that only Hopper can run do not count.
+    """
     return replace(config, spec=replace(MEASURED, capability=config.spec.capability))
 
 
@@ -223,10 +227,10 @@ def choose(config: Config, requested: str, where: str, direction: Direction = "f
     for algorithm, _ in preference(config, direction):
         if can_serve(algorithm, config, direction):
             return algorithm
-    raise no_algorithm(config, where)
+    raise no_algorithm(config, where, direction)
 
 
-def no_algorithm(config: Config, where: str) -> NotImplementedError:
+def no_algorithm(config: Config, where: str, direction: Direction = "forward") -> NotImplementedError:
     """The error of a call that no algorithm can serve, with the reason of each."""
-    reasons = "; ".join(f"{algorithm.name}: {algorithm.why_not(config)}" for algorithm in ALGORITHMS)
+    reasons = "; ".join(f"{one.name}: {one.why_not(config) or one.why_not(config, direction)}" for one in ALGORITHMS)
     return NotImplementedError(f"{where}: no algorithm can serve this: {reasons}")

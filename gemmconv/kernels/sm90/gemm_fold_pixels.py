@@ -129,7 +129,7 @@ class Tile(PositionRows):
 
         In the example 128 threads gather all cells, so two groups would fit; but 3 channels cannot be halved: one.
         """
-        return math.gcd(self.fold_outs, power_of_two_within(CONSUMERS, CONSUMERS // self._group_threads))
+        return math.gcd(self.fold_outs, power_of_two_within(CONSUMERS, CONSUMERS // self._position_parts))
 
     @property
     def fold_turns(self) -> int:
@@ -137,8 +137,8 @@ class Tile(PositionRows):
         return max(self.compiled[1], -(-self.cells * self.parts * self.fold_groups // CONSUMERS))
 
     @property
-    def _group_threads(self) -> int:
-        """Threads that gather one cell for each position in one turn: 128 in the example."""
+    def _position_parts(self) -> int:
+        """Parts of cells of which there is one cell for each position, gathered in one turn: 128 in the example."""
         return self.position_blocks * BLOCK_POSITIONS * self.parts
 
     def _fold_bytes(self, outs: int) -> int:
@@ -153,7 +153,7 @@ class Tile(PositionRows):
         Two folds of 9 would take 152,064 bytes, two of 3 take 50,688, of 72 KB that they may: so 3.
         """
         block_outs, unit = self.lines // self.problem.taps, math.lcm(8, self.problem.taps) // self.problem.taps
-        wanted = max(_FOLD_LINES // self.problem.taps, CONSUMERS // self._group_threads, unit)
+        wanted = max(_FOLD_LINES // self.problem.taps, CONSUMERS // self._position_parts, unit)
         candidates = [outs for outs in range(unit, block_outs + 1, unit) if block_outs % outs == 0]
         # Two folds may take 40 KB; with several line blocks (of all sets, so that folds are the same for any number of
         # sets) up to 72 KB, as far as all inputs of an item and two stages of weights leave it. Whether inputs are
@@ -214,7 +214,7 @@ def tiles_of(problem: Problem, itemsize: int, multiprocessors: int) -> Iterator[
     """The tiles that a problem may have: those that fit registers and shared memory.
 
     The example of the module has 130. The best by estimate, 15,244 cycles, has 2 images, 144 lines and 4 sets; the
-    next, 15,359 cycles, has 128 lines; the last, 48,421 cycles, has 16 items of all lines.
+    next, 15,359 cycles, has 128 lines; the last, 48,421 cycles, has 4 images and one set, so 16 items.
     """
     p, step = problem, math.lcm(16, problem.taps)
     if step > MOST_LINES or math.prod(cells_of(p)) > _MOST_CELLS * p.in_pixels or not can_be_folded(p):
