@@ -94,7 +94,7 @@ def main() -> None:
         expected, folds = np.zeros(len(rows)), np.arange(len(rows)) % 10
         for fold in range(10):
             expected[folds == fold] = values[folds == fold] @ _fit(values[folds != fold], ratios[folds != fold])
-        taken = expected > math.log2(estimate.LEAST_SPEEDUP)
+        taken = expected > math.log2(estimate.least_speedup(getattr(torch, key.split()[-1])))
         chosen, best = np.where(taken, ratios, 0.0), np.maximum(ratios, 0.0)
         lost = np.sort(2 ** ratios[taken & (ratios < math.log2(0.97))])
         print(
