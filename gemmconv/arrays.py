@@ -24,9 +24,10 @@ def are_foreign(first: object, *others: object) -> bool:
     """Whether the first argument is an array of another library, or any stands for a tensor or :func:`is_own_kind`."""
     if not isinstance(first, Tensor) and hasattr(first, "__dlpack__"):
         return True
-    return any(
-        is_own_kind(value) if isinstance(value, Tensor) else has_torch_function((value,)) for value in (first, *others)
-    )
+    given = (
+        value for value in (first, *others) if value is not None
+    )  # has_torch_function takes None for one in a mode
+    return any(is_own_kind(value) if isinstance(value, Tensor) else has_torch_function((value,)) for value in given)
 
 
 def call(function: Any, values: tuple[Any, ...], *arguments: Any, **options: Any) -> Any:

@@ -260,8 +260,8 @@ def test_tables_and_positions_of_what_is_not_declined_fit(name, monkeypatch):
         assert plan.span[1] <= implicit_gemm.macros_of(plan, config.dtype)["PHASE_BASE"]
         assert plan.phase_sets * plan.channel_sets <= 65_535  # blocks along y
         # What the kernel adds to find the strip of a position.
-        last_position = (plan.items // plan.sets - 1) * plan.tile + plan.first + plan.patch - 1
-        assert last_position + plan.strip_rows * plan.pitch < 2**31
+        last = (plan.items // plan.sets - 1) * plan.tile + plan.first + plan.patch - 1
+        assert last + plan.strip_rows * plan.pitch <= implicit_gemm.last_position(plan) < 2**31
 
 
 # The choice

@@ -20,7 +20,7 @@ LAYERS = [
 # The modules of ops, from the top down. One may import those below it.
 OPS = [
     *("compiled", "plain", "volumes", "recording", "signatures", "__init__", "followers", "autograd", "autocast"),
-    *("left_to_torch", "implementation", "forward", "ahead", "gradients", "programs", "configs", "call_cache"),
+    *("left_to_torch", "implementation", "forward", "ahead", "gradients", "pass_programs", "configs", "call_cache"),
     "schemas",
 ]
 

@@ -406,9 +406,11 @@ def test_a_function_mode_sees_the_call_beside_a_subclass_too(device):
 
     images, weight, bias = tensors(device)
     with Recorder():
-        ours(images, weight, bias)
-        assert any("conv_transpose2d" in str(function) for function in seen)
-        seen.clear()
+        for one in (bias, None):
+            ours(images, weight, one)
+            assert any("conv_transpose2d" in str(function) for function in seen)
+            assert ours not in seen  # it is called: what it calls is seen
+            seen.clear()
         output = ours(labelled(images), weight, bias)
         assert seen.count(gemmconv.conv_transpose2d) == 1
     assert_same_kinds([output], [theirs(labelled(images), weight, bias)])

@@ -1,6 +1,7 @@
 """Compilations by child processes: the same code, and this process takes over what one fails at."""
 
 import marshal
+import os
 import re
 import subprocess
 import sys
@@ -58,15 +59,36 @@ def test_what_a_process_cannot_compile_is_an_error_with_its_log(processes):
 
 
 def test_a_process_that_is_killed_is_done_without(processes, monkeypatch):
-    communicate = subprocess.Popen.communicate
+    answer = worker._answer
 
-    def kill_first(process, given):
+    def kill_first(process, request):
         process.kill()
-        return communicate(process, given)
+        return answer(process, request)
 
-    monkeypatch.setattr(subprocess.Popen, "communicate", kill_first)
+    monkeypatch.setattr(worker, "_answer", kill_first)
     assert compile_small().cubin
     assert processes[0].returncode < 0
+
+
+def test_a_fork_meanwhile_does_not_delay_the_answer(monkeypatch):
+    """A child of another thread's fork holds what is written to, of the process's input and output."""
+    pipe, held = os.pipe, []
+
+    def pipe_that_is_held():
+        ends = pipe()
+        if len(held) < 2:
+            held.append(os.dup(ends[1]))
+        return ends
+
+    monkeypatch.setattr(os, "pipe", pipe_that_is_held)
+    with ThreadPoolExecutor(1) as threads:
+        compilation = threads.submit(compile_small)
+        try:
+            assert compilation.result(WAIT_SECONDS).cubin
+            assert len(held) == 2
+        finally:
+            for one in held:
+                os.close(one)
 
 
 @pytest.mark.parametrize("executable", ["", "/usr/bin/python-that-is-not-there", "/usr/bin/uwsgi"])
@@ -86,8 +108,14 @@ def test_no_more_than_so_many_are_started(processes, monkeypatch):
 
 
 def test_cancelling_ends_processes_at_once(monkeypatch):
-    begun, communicate = threading.Event(), subprocess.Popen.communicate
-    monkeypatch.setattr(subprocess.Popen, "communicate", lambda *given: (begun.set(), communicate(*given))[1])
+    begun, answer = threading.Event(), worker._answer
+
+    def answer_once_it_is_killed(process, request):
+        begun.set()
+        process.wait(WAIT_SECONDS)
+        return answer(process, request)
+
+    monkeypatch.setattr(worker, "_answer", answer_once_it_is_killed)
     with ThreadPoolExecutor(1) as threads:
         compilation = threads.submit(compile_small)
         assert begun.wait(WAIT_SECONDS)

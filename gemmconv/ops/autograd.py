@@ -387,6 +387,8 @@ def _with_gradient(operator: Callable[..., Any], kind: Any) -> Callable[..., Any
 
     def call(*inputs: Any) -> Any:
         if (torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs)) or forward_ad._current_level >= 0:
+            if torch._C._are_functorch_transforms_active():
+                raise NotImplementedError(f"{operator}: torch.func differentiates gemmconv's public functions alone")
             return apply(*inputs)
         with torch._C._AutoDispatchBelowAutograd():
             return operator(*inputs)

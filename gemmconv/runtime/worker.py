@@ -67,12 +67,25 @@ def _compiled_elsewhere(cancelled: Array[c_char], *request: Any) -> nvrtc.Result
             try:
                 if cancelled.value != b"0":  # the process may have started after ``end_all``
                     process.kill()
-                result, _ = process.communicate(marshal.dumps(request))
+                result = _answer(process, request)
             finally:
                 _processes.discard(process)
-        return nvrtc.Result(*marshal.loads(result))
+        return nvrtc.Result(*result)
     except (OSError, EOFError, ValueError, TypeError):
         return None
+
+
+def _answer(process: subprocess.Popen[bytes], request: tuple[Any, ...]) -> Any:
+    """What a process answers to a request.
+
+    It is read up to its own end, not to that of the file: another thread may fork while the process is started, and its
+    child then holds the file open.
+    """
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(marshal.dumps(request))
+    process.stdin.close()
+    return marshal.load(process.stdout)
 
 
 @functools.cache

@@ -26,7 +26,8 @@ _ROWS = Path(__file__).with_name("speedup.json")
 # are little work each; and layers without strides that compute much more between rows than in them, or whose channels
 # fill oneDNN's vectors, its best case (20 of 500 random layers; leaving them costs 1% of the gain from choosing). And
 # layers with strides and dilation that sum many channels into each of few: torch computes what is dilated by columns, a
-# product with a row for each tap, ours has a row for each of few channels (0.4 to 0.8x torch's speed, 5 layers of 5).
+# product with a row for each tap, ours has a row for each of few channels (0.4 to 0.8x torch's speed forward, 5 layers
+# of 5; gradients of one layer 0.2 and 0.8x).
 _LEAST_TAPS, _MOST_WASTE = 16, 0.5  # taps, and inputs of a row; logarithm to base 2
 _MOST_SUMMED = 64  # input channels for each output channel
 MOST_CLASSES = 1024  # product of the strides: a table of taps has all classes of outputs

@@ -132,11 +132,15 @@ def _smallest(config: Config, direction: Pass) -> Plan:
     return Plan(config.problem, direction, *variant_of(config), multiprocessors=config.spec.multiprocessors)
 
 
+def last_position(plan: Plan) -> int:
+    """The largest number that the kernel computes with positions, at most."""
+    return plan.problem.batch * plan.image_positions + plan.tile + plan.patch + plan.strip_positions
+
+
 def _too_large(plan: Plan) -> str | None:
     """Why the kernel's integers do not reach as far as the plan, or None."""
     p, shares = plan.problem, -(-plan.chunks * plan.units * plan.element_units // pack.OWN)
-    last_position = p.batch * plan.image_positions + plan.tile + plan.patch + plan.strip_positions
-    if max(last_position, plan.items + plan.multiprocessors, p.in_pixels, p.out_pixels) > INT32_MAX:
+    if max(last_position(plan), plan.items + plan.multiprocessors, p.in_pixels, p.out_pixels) > INT32_MAX:
         return "images must have less than 2**31 pixels in all"
     if pack.THREADS * pack.blocks_of(shares, plan.rows, plan.all_steps, plan.channel_sets * p.groups) > INT32_MAX:
         return "the weights must be packed by less than 2**31 threads"
