@@ -1374,7 +1374,7 @@ EDITS = {
         "not_cuda": (Run("im2col", LAYER), r"const int plane = ", "const int plane == ", "columns/im2col.cu:.*error"),
     },
     "columns/col2im.cu": {
-        "col2im_border_column": (Run("col2im", LAYER), r"origin \+ shift\) < p\.w_in", "origin + shift) + 1 < p.w_in"),
+        "col2im_border_column": (Run("col2im", LAYER), r"origin \+ shift\) < w_in", "origin + shift) + 1 < w_in"),
         "col2im_output_not_written":
             (Run("col2im", LAYER), r"row >= p\.out_rows\) break", "row + 1 >= p.out_rows) break", "relative error inf"),
         "launch_bounds":
