@@ -24,9 +24,8 @@ def are_foreign(first: object, *others: object) -> bool:
     """Whether the first argument is an array of another library, or any stands for a tensor or :func:`is_own_kind`."""
     if not isinstance(first, Tensor) and hasattr(first, "__dlpack__"):
         return True
-    given = (
-        value for value in (first, *others) if value is not None
-    )  # has_torch_function takes None for one in a mode
+    # Not None, which has_torch_function takes for a stand-in while a mode of torch functions is on.
+    given = (value for value in (first, *others) if value is not None)
     return any(is_own_kind(value) if isinstance(value, Tensor) else has_torch_function((value,)) for value in given)
 
 

@@ -3,8 +3,8 @@
 A kernel compiles in 70 ms to a second. For 12 to 90 ms of that NVRTC holds a lock of the whole process, while it reads
 the source. So 16 threads of one process are no faster than 8 for the 26 kernels of a DCGAN generator's training step.
 
-The script, ``python -I -S nvrtc.py LIBRARY``, imports only the standard library and starts in 0.05 s. It reads
-a request from its input and writes the result to its output, both by marshal.
+The script, ``python -I -S nvrtc.py LIBRARY``, imports only the standard library and starts in 0.05 s. It reads a
+request from its input and writes the result to its output, both by marshal.
 """
 
 from __future__ import annotations
