@@ -22,7 +22,8 @@ from gemmconv.ops.schemas import Window, col2im_problem, im2col_problem
 from gemmconv.selection import NAMES, rounds_as_asked
 
 IntOrPair = int | Sequence[int]
-# Input channels for each output channel from which on oneDNN is slow on a CPU, since it vectorises over outputs.
+# A compiled or traced call on a CPU is ours if a layer has at least this many input channels for each output channel:
+# oneDNN, torch's library, vectorises over output channels, of which there are few. benchmarks/results/cpu has the rows.
 _INPUTS_OF_AN_OUTPUT = 24
 
 
@@ -72,7 +73,9 @@ def conv_transpose2d(
     where, options = "conv_transpose2d", (algorithm, precision, workspace_limit)
     given = stride, padding, output_padding, groups, dilation, *options
     key = None
-    # A repeated call: one of the same signature was prepared, and checked, before. ``key`` is the signature.
+    # A repeated call: one of the same signature was prepared, and checked, before. ``key`` is the signature. It is None
+    # while torch.compile traces, in a mode, for arrays, subclasses and sparse tensors, and for arguments that are no
+    # numbers and strings. Such a call is not cached here.
     if not torch.compiler.is_compiling() and (given_key := call_cache.arguments_key(given)) is not None:
         call, key = plain.find_call(input, weight, bias, given_key)
         if call is not None:
@@ -108,7 +111,7 @@ def conv_transpose2d(
     #   5b. "auto" or "native" with torch's own precision, under     torch's operator, since there are rules for it, and
     #       a transform such as vmap or with a wrapper subclass      none for ours
     #   6. any other call                                            our operator, by torch's dispatcher
-    if input.is_cpu and not is_eager and _is_left_to_torch_on_the_cpu(input, weight, groups, algorithm):  # 1
+    if input.is_cpu and not is_eager and _is_for_torch_in_a_graph(input, weight, groups, algorithm):  # 1
         return ops.checked_torch_conv_transpose2d(input, weight, bias, *geometry)
     if input.is_complex() and algorithm in ("auto", "native"):  # 2
         return torch.conv_transpose2d(input, weight, bias, *geometry)
@@ -132,7 +135,7 @@ def conv_transpose2d(
     return ops.conv_transpose2d(input, weight, bias, *arguments)
 
 
-def _is_left_to_torch_on_the_cpu(input: Tensor, weight: Tensor, groups: int, algorithm: str) -> bool:
+def _is_for_torch_in_a_graph(input: Tensor, weight: Tensor, groups: int, algorithm: str) -> bool:
     """Whether torch's operator serves a call on the CPU that is traced, compiled or of a subclass.
 
     It does for ``"native"``, and for ``"auto"`` unless there are few output channels: forward passes of such layers are

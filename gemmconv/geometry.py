@@ -1,4 +1,4 @@
-"""The geometry of one transposed convolution: sizes, phases, GEMM extents, work and traffic.
+"""The geometry of one transposed convolution: sizes, GEMM extents, work and traffic.
 
 Everything here is pure integer arithmetic. One axis at a time, the operator is the relation
 
@@ -11,27 +11,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
 
 from gemmconv.hashing import cached_property, hashed_once
 
 Pair = tuple[int, int]
 Shape4 = tuple[int, int, int, int]
 Geometry = tuple[Pair, Pair, Pair, int, Pair]  # stride, padding, output_padding, groups, dilation: as torch orders them
-
-
-@dataclass(frozen=True)
-class Phase:
-    """The output positions of one axis that share the residue ``(o + P) mod S``, and the inputs that they read.
-
-    Attributes:
-        residue: ``(o + P) mod S``.
-        taps: pairs ``(tap, shift)``. With ``q = (o + P) // S``, the tap reads input position ``q - shift``.
-            Empty where no tap reaches the phase: such outputs hold the bias alone.
-    """
-
-    residue: int
-    taps: tuple[tuple[int, int], ...]
 
 
 def output_extent(size: int, kernel: int, stride: int, padding: int, output_padding: int, dilation: int) -> int:
@@ -127,16 +112,6 @@ class Problem:
         """Whether the kernel is the stride along all axes: the columns are the output in another order."""
         return all(map(self.is_apart_along, range(len(self.stride))))
 
-    def phases(self, axis: int) -> tuple[Phase, ...]:
-        """The S phases of an axis (of an image, 0 is the height), in order of their residue.
-
-        Output ``o`` receives tap ``k`` iff ``k * D = o + P (mod S)``, then from input ``q - (k * D - residue) / S``.
-
-        >>> Problem(1, 1, 1, 1, (4, 4), (3, 3), stride=(2, 2)).phases(0)
-        (Phase(residue=0, taps=((0, 0), (2, 1))), Phase(residue=1, taps=((1, 0),)))
-        """
-        return _phases(self.kernel_size[axis], self.stride[axis], self.dilation[axis])
-
     # The product that makes the columns, per image and group:
     # columns[M, N] = weight[K, M]^T . input[K, N], with the extents below.
 
@@ -187,15 +162,3 @@ class Problem:
         """Bytes that any algorithm moves: input and weight (and bias) read once, output written once."""
         weight = self.in_channels * self.gemm_m
         return self.image_bytes(itemsize) + itemsize * (weight + (self.out_channels if bias else 0))
-
-
-def phases_of(kernel_size: int, stride: int, dilation: int) -> tuple[Phase, ...]:
-    """The phases of an axis, without the cache of :meth:`Problem.phases`, which torch.compile does not trace."""
-    reached = [(tap, *divmod(tap * dilation, stride)) for tap in range(kernel_size)]
-    return tuple(
-        Phase(residue, tuple((tap, shift) for tap, shift, rest in reached if rest == residue))
-        for residue in range(stride)
-    )
-
-
-_phases = lru_cache(maxsize=1024)(phases_of)

@@ -2,13 +2,12 @@
 
 A signal is an image of height 1, by views. :func:`choose_way` says how a volume is computed: as one product by kernels
 of its own (gemmconv/ops/volumes.py), by torch's operator, or as images, all depth slices of a batch at once. For this,
-outputs fall into S phases along the depth (gemmconv/geometry.py). Output slice ``q * S + residue - P`` of a phase reads
-input slice ``q - shift`` through each tap of the phase. (So a phase is ``(o + P) mod S`` here, and ``o mod S`` in the
-glossary, where shifts have the other sign.) The slices of a phase are one transposed convolution of images, whose input
+outputs fall into S phases along the depth (docs/glossary.md): output slice ``j * S + r`` of phase r reads input slice
+``j + shift`` through each tap of the phase. The slices of a phase are one transposed convolution of images, whose input
 channels are those of the slices that its taps read, side by side:
 
-    S=2 P=1 K=4:  residue 0 has taps 0 and 2, shifts 0 and 1: images q and q-1, twice the input channels
-                  residue 1 has taps 1 and 3, shifts 0 and 1: the same images, other weights
+    S=2 P=1 K=4:  phase 0 has taps 1 and 3, shifts 0 and -1: images j and j-1, twice the input channels
+                  phase 1 has taps 0 and 2, shifts 1 and 0: images j+1 and j
 
 Sums over depth taps are thus part of one product, which is rounded once, and no columns are written. If the kernel's
 depth equals its stride, all phases read one slice, and are one convolution with S times the output channels.
@@ -37,7 +36,7 @@ from gemmconv.dispatch import (
     transforms_need_torch,
 )
 from gemmconv.functional import conv_transpose2d
-from gemmconv.geometry import Problem, phases_of
+from gemmconv.geometry import Problem
 from gemmconv.kernels.base import Pass, Precision, why_no_kernels
 from gemmconv.ops import plain, volumes
 from gemmconv.ops.autocast import current_dtype
@@ -242,21 +241,22 @@ def image_problems(problem: Problem) -> list[Problem]:
     if p.is_apart_along(0):  # all phases are output channels of images, or of one high image
         count, size = (1, (size[0] * depth, size[1])) if p.is_apart_along(1) else (depth, size)
         return [Problem(p.batch * count, p.in_channels, p.out_channels * p.stride[0], p.groups, size, *planar)]
-    phases = ((p.batch * count, p.in_channels * len(taps)) for _, _, count, taps in _depth_phases(p) if taps)
+    phases = ((p.batch * count, p.in_channels * len(taps)) for _, count, taps in _depth_phases(p) if taps)
     return [Problem(*of_phase, p.out_channels, p.groups, size, *planar) for of_phase in dict.fromkeys(phases)]
 
 
-def _depth_phases(problem: Problem) -> list[tuple[int, int, int, tuple[tuple[int, int], ...]]]:
+def _depth_phases(problem: Problem) -> list[tuple[int, int, list[tuple[int, int]]]]:
     """The phases of a volume's depth axis that have outputs.
 
-    Returns for each its first output slice, the q of that slice, the number of its slices, and its taps with shifts.
+    Returns for each its first output slice, the number of its slices, and its taps with their shifts: the i-th slice
+    reads a tap at input slice ``i + shift``. torch.compile traces this function, and no cached one.
     """
-    stride, padding, found = problem.stride[0], problem.padding[0], []
-    for phase in phases_of(problem.kernel_size[0], stride, problem.dilation[0]):
-        begin = -(-(padding - phase.residue) // stride)  # the first and the last q of the phase's outputs
-        count = (problem.output_size[0] - 1 + padding - phase.residue) // stride - begin + 1
-        if count > 0:
-            found.append((begin * stride + phase.residue - padding, begin, count, phase.taps))
+    p, stride, size = problem, problem.stride[0], problem.output_size[0]
+    places = [(tap, tap * p.dilation[0] - p.padding[0]) for tap in range(p.kernel_size[0])]
+    found = []
+    for first in range(min(stride, size)):
+        taps = [(tap, (first - place) // stride) for tap, place in places if (first - place) % stride == 0]
+        found.append((first, -(-(size - first) // stride), taps))
     return found
 
 
@@ -369,9 +369,9 @@ def _as_images(
     else:
         taps_of, found = unflatten(weight, 0, (groups, -1)), []  # [groups, C_in/groups, C_out/groups, K_d, K_h, K_w]
         parts = _depth_phases(p)
-        for _, begin, count, taps in parts:
+        for _, count, taps in parts:
             if taps:
-                images = _slices(input, [begin - shift for _, shift in taps], count, groups, last)
+                images = _slices(input, [shift for _, shift in taps], count, groups, last)
                 kernels = torch.stack([taps_of[:, :, :, tap] for tap, _ in taps], 1).flatten(0, 2)
                 found.append(conv_transpose2d(images, kernels, bias, *planar, **options))
             else:  # no tap reaches these slices

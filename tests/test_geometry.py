@@ -9,6 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from gemmconv import Problem
+from gemmconv.kernels.phases import phase_shifts, taps_of
 from tests.cases import CASES
 from tests.samples import problem_of
 
@@ -46,30 +47,29 @@ def scattered(problem, axis):
 
 
 def gathered(problem, axis):
-    """These triples as the phases describe them."""
-    stride, padding = problem.stride[axis], problem.padding[axis]
-    phases = problem.phases(axis)
+    """These triples as the taps of a cell describe them."""
+    stride, taps = problem.stride[axis], taps_of(problem, "forward", axis)
     return [
-        (output, tap, position)
+        (output, of.tap, position)
         for output in range(problem.output_size[axis])
-        for tap, shift in phases[(output + padding) % stride].taps
-        if 0 <= (position := (output + padding) // stride - shift) < problem.input_size[axis]
+        for of in taps
+        if of.phase == output % stride and 0 <= (position := output // stride + of.shift) < problem.input_size[axis]
     ]
 
 
 @given(problems(), st.sampled_from([0, 1]))
-def test_phases_cover_the_scatter_relation_exactly(problem, axis):
+def test_taps_cover_the_scatter_relation_exactly(problem, axis):
     triples = gathered(problem, axis)
     assert len(triples) == len(set(triples))
     assert set(triples) == scattered(problem, axis)
 
 
 @given(problems(), st.sampled_from([0, 1]))
-def test_phases_are_one_per_residue_and_share_out_the_taps(problem, axis):
-    phases = problem.phases(axis)
-    assert hash(phases) == hash(problem.phases(axis))
-    assert [phase.residue for phase in phases] == list(range(problem.stride[axis]))
-    assert sorted(tap for phase in phases for tap, _ in phase.taps) == list(range(problem.kernel_size[axis]))
+def test_each_tap_is_of_one_phase(problem, axis):
+    taps = taps_of(problem, "forward", axis)
+    assert [of.tap for of in taps] == list(range(problem.kernel_size[axis]))
+    assert {of.phase for of in taps} <= set(range(problem.stride[axis]))
+    assert sum(map(len, phase_shifts(problem, axis))) == len(taps)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)

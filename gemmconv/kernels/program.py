@@ -77,15 +77,23 @@ _C_TYPES = {At: _POINTER, type(None): _POINTER, TensorMapSpec: ("128x", 128, 64)
 
 @dataclass(frozen=True)
 class Launch:
-    """A launch of a kernel."""
+    """A launch of a kernel.
+
+    ``params`` has the fields of the kernel's params struct, in order. A key names a field, several or an array; C types
+    follow from the values. A test compares names and order with the struct in the source. An example, with its bytes:
+
+        params                                  fields in C                        bytes
+        "input, output": ("input", "output")    const float* input; float* output; 0-15   two names of memory
+        "bias": None                            const float* bias;                 16-23  a null pointer
+        "height, width": (32, 48)               int height, width;                 24-31
+        "by_width": Long(5)                     unsigned long long by_width;       32-39
+        "offset[3]": (0, 48, 96)                int offset[3];                     40-51, and four bytes of padding
+    """
 
     source: str  # the kernel's file under csrc/
     macros: Macros  # macros that specialise it
     grid: Extent3  # blocks
     block: Extent3  # threads of a block
-    # The fields of the kernel's params struct, in order: ``"n"`` has a value, ``"a, b"`` and ``"x[3]"`` have tuples of
-    # two and three. C types follow from values: an int has 32 bits, a :class:`Long` 64. Names are for readers; a test
-    # compares them, and their order, with the struct in the source.
     params: Params
     shared_bytes: int = 0  # bytes of dynamic shared memory
     # whether it may begin before the previous launch ends (PDL): see gemmconv/runtime/launch.py.
@@ -204,7 +212,10 @@ Step = Launch | Gemm | Zero
 
 @dataclass(frozen=True)
 class Operand:
-    """A tensor that a call takes, and the form that steps need: other tensors are transposed or copied first."""
+    """A tensor that a call takes, and the form that steps need.
+
+    gemmconv/kernels/forms.py acts on the fields: it transposes, copies or pads a tensor of another form first.
+    """
 
     name: str  # its name in params
     # the memory format in which it must be contiguous; None for a weight, which may have either
@@ -270,6 +281,10 @@ def one_after_the_other(arguments: Sequence[str], first: Program, second: Progra
     """A program with the steps and outputs of two. If both need an argument in the same form, it is converted once.
 
     Its call takes ``arguments`` in this order. The outputs of both programs must have different names.
+
+    An example: the first gathers from "input", its name for the argument grad_output, into "output". The second reads
+    "grad_output" and "input", both by their own names. Each needs grad_output in NCHW. The second's steps then read
+    "input" where they read "grad_output", and "input_2" where they read "input".
     """
     operands = {(one.given_as, one.form, one.row_padding): one for one in first.operands}
     names: dict[str, str] = {}

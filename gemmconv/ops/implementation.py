@@ -23,7 +23,7 @@ operators of their own, in volumes.py.
 
 To save launches some prepared calls take and return other tensors than the operator does: under autocast one takes the
 float32 weight, and casts it; one for both gradients returns the bias's too. A :class:`gemmconv.ops.configs.Convention`
-says which, and only forward.py and gradients.py act by it. ``trained`` says that the weight will change.
+says which, field by field, and only forward.py and gradients.py act by it.
 """
 
 from __future__ import annotations
@@ -82,7 +82,8 @@ def prepare_call(
     call that was prepared here, and records an autograd node.
     """
     convention = convention or default_convention(direction, tensors)
-    # The arguments as bytes, which are made quickly. Symbolic sizes of a traced graph have none: then the values.
+    # All that the choice and the kernels depend on must be in the key, or a call would be found for another one. The
+    # arguments are bytes, which are made quickly. Symbolic sizes of a traced graph have none: then the values.
     given = arguments_key((target_size, arguments)) or (target_size, Options(*as_hashable(arguments)))
     precision = selection.torch_precision(tensors[0].dtype, tensors[0].device)  # the user may change it between calls
     key = (direction, *map(tensor_signature, tensors), given, precision, convention)
@@ -106,7 +107,7 @@ def _choose_and_prepare(
 ) -> Prepared:
     """Check the arguments, choose an algorithm (for ``"grads"`` one for each gradient), and prepare the call."""
     is_auto = options.algorithm == "auto"
-    if direction == "grads":
+    if direction == "grads":  # input and weight may differ in format, so each gradient has a configuration
         gradients, config, weight_config = choose_gradients(tensors, options)
         if is_auto:
             pairs.log_choice(gradients.passes(config, weight_config))

@@ -16,10 +16,16 @@ An example is a layer of 64 to 32 channels in an epoch of 1,000 images of 8 x 8,
     [128, 64, 8, 8], 6 times  call A and signature A calls it
     [104, 64, 8, 8]           None and signature B   prepares call B, adds it, and calls it
 
-Layers (module.py), functional.py, rank.py and code that torch.compile generates (compiled.py) find calls. The latter
-three prepare them too, and layers of signals do, by ``prepare_signal``. A call goes to the dispatcher if it has no
-signature, or is not prepared: in a mode, transform or profiler, which act in the dispatcher, and on tensors that are
-not dense (:mod:`gemmconv.dispatch`).
+All of these ask ``find_call`` first. Where it finds nothing,
+
+    a layer of images or volumes (module.py)            calls the functional form, which comes next
+    conv_transpose2d, a compiled graph (compiled.py)    prepares the call by ``prepare``
+    a layer of signals                                  prepares it by ``prepare_signal``
+    conv_transpose1d (rank.py)                          calls conv_transpose2d on images
+    conv_transpose3d                                    prepares it by its own rules (rank.py, volumes.py)
+
+A call goes to the dispatcher if it has no signature, or is not prepared: in a mode, transform or profiler, which act in
+the dispatcher, and on tensors that are not dense (:mod:`gemmconv.dispatch`).
 """
 
 from __future__ import annotations
@@ -55,7 +61,8 @@ def find_call(input: Tensor, weight: Tensor, bias: Tensor | None, arguments_key:
 def prepare(input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Arguments) -> Call | None:
     """Prepare the call on tensors like these. Returns None if torch's dispatcher has to serve it.
 
-    It is for calls for which :func:`is_left_to_torch` is False. torch's operator serves the others, gradients too.
+    The caller has asked :func:`is_left_to_torch` before, and it was False. torch's operator serves other calls, with
+    their gradients.
 
     Args:
         input, weight, bias: the input may be without a batch.
@@ -101,8 +108,11 @@ def prepare_signal(input: Tensor, weight: Tensor, bias: Tensor | None, arguments
 def _prepare_under_autocast(tensors: Tensors, arguments: Arguments) -> Call:
     """Prepare a call that casts its tensors to autocast's dtype.
 
-    torch casts the input. :func:`casts_parameters` decides whether torch casts weight and bias too, or kernels of ours
-    do, which is usual for a layer's float32 parameters on a GPU.
+    torch casts the input. Kernels of ours cast weight and bias where :func:`casts_parameters` says so, as usual for a
+    layer's float32 parameters on a GPU; else torch casts them too. An example is a float32 layer under bfloat16:
+
+        on a GPU    call(cast(input), weight, bias)               one launch of ours casts both: csrc/layout/cast.cu
+        on a CPU    call(cast(input), cast(weight), cast(bias))   torch casts each
     """
     dtype = torch.get_autocast_dtype(tensors[0].device.type)
     cast = partial(cast_as_autocast, dtype=dtype)

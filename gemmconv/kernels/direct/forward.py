@@ -18,7 +18,7 @@ from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.integers import INT32_MAX, even_share, power_of_two
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros, named_macros
 from gemmconv.kernels.menu import menu_of, samples
-from gemmconv.kernels.phases import cells_of, reach_of
+from gemmconv.kernels.phases import cells_of, phase_shifts, reach_of
 from gemmconv.kernels.program import Launch, Params, Program, gathering, plane_grid, weight_strides
 
 _COST = costs_of("direct/forward")
@@ -89,7 +89,7 @@ def _menu(
 
 def longest_sum(problem: Problem) -> int:
     """Products that are added for an output of the phase with the most taps."""
-    most_taps = (max(len(phase.taps) for phase in problem.phases(axis)) for axis in (0, 1))
+    most_taps = (max(map(len, phase_shifts(problem, axis))) for axis in (0, 1))
     return problem.gemm_k * math.prod(most_taps)
 
 
@@ -112,8 +112,7 @@ class _Layer:
         # its length.
         parts = -(-longest_sum(problem) // _LONGEST_SUM) if dtype == torch.float32 else 1
         self.least_split = min(_MOST_SPLIT, power_of_two(parts), 1 << (self.channels_in.bit_length() - 1))
-        reached = ([phase for phase in problem.phases(axis) if phase.taps] for axis in (0, 1))
-        self.tap_phases_h, self.tap_phases_w = map(len, reached)
+        self.tap_phases_h, self.tap_phases_w = (sum(map(bool, phase_shifts(problem, axis))) for axis in (0, 1))
 
     def depthwise_tile(self) -> Tile | None:
         """The tile whose threads have the outputs of a 16-byte store, with rows or planes for all threads of a block.
