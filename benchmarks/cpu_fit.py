@@ -46,8 +46,8 @@ def _problem(row: dict[str, str]) -> Problem:
     return Problem(*counts, *(pair(name) for name in ("in", "k", "s", "p", "op", "d")))  # type: ignore[arg-type]
 
 
-def _rows() -> dict[str, list[tuple[dict[str, float], float]]]:
-    """For each group its rows: sizes, and the logarithm of the ratio."""
+def _rows() -> dict[str, list[tuple[dict[str, float], float, float]]]:
+    """For each group its rows: sizes, the logarithm of the ratio, and that from which the rule takes the layer."""
     found = defaultdict(list)
     for path in sorted((RESULTS / "cpu").glob("*/random-*.csv")):
         head, table = read_table(path.read_text())
@@ -60,7 +60,8 @@ def _rows() -> dict[str, list[tuple[dict[str, float], float]]]:
             config = Config(_problem(row), dtype, torch.device("cpu"), memory_format=memory_format)
             values = estimate.sizes(config, row["pass"])  # type: ignore[arg-type]
             key = estimate.key_of(config, row["pass"])  # type: ignore[arg-type]
-            found[key].append((values, math.log2(float(row["ratio"]))))
+            least = estimate.least_speedup(config.problem, dtype)
+            found[key].append((values, math.log2(float(row["ratio"])), math.log2(least)))
     return found
 
 
@@ -86,15 +87,15 @@ def main() -> None:
     coefficients = {}
     for key, rows in sorted(_rows().items()):
         names = list(rows[0][0])
-        values = np.array([[one[name] for name in names] for one, _ in rows])
-        ratios = np.array([one for _, one in rows])
+        values = np.array([[one[name] for name in names] for one, _, _ in rows])
+        ratios, least = (np.array(of) for of in list(zip(*rows, strict=True))[1:])
         if len(rows) < _FEWEST:
             print(f"{key}: {len(rows)} rows are too few")
             continue
         expected, folds = np.zeros(len(rows)), np.arange(len(rows)) % 10
         for fold in range(10):
             expected[folds == fold] = values[folds == fold] @ _fit(values[folds != fold], ratios[folds != fold])
-        taken = expected > math.log2(estimate.least_speedup(getattr(torch, key.split()[-1])))
+        taken = expected > least
         chosen, best = np.where(taken, ratios, 0.0), np.maximum(ratios, 0.0)
         lost = np.sort(2 ** ratios[taken & (ratios < math.log2(0.97))])
         print(

@@ -163,12 +163,12 @@ def _first_on_other_gpus(config: Config, direction: Direction) -> tuple[Algorith
 def _order_on_cpu(config: Config, direction: Direction, isa: str) -> list[tuple[Algorithm, str]]:
     """The order on a CPU with the C extension, by the rule in :mod:`gemmconv.kernels.cpu.estimate`.
 
-    The order is that of :func:`estimates`. That of torch's operator is divided by ``least_speedup`` (``native_seconds``
-    there), so ``fused`` comes first from that speedup on.
+    The order is that of :func:`estimates`, whose time of torch's operator is divided by ``least_speedup``
+    (``native_seconds`` there). So ``fused`` comes first where at least that speedup is expected.
     """
     ratio, threads = estimate.speedup(config, direction), torch.get_num_threads()
     fused = f"expected at {ratio:.2f} times torch's speed with {isa} and {threads} threads" if ratio else "not measured"
-    least = estimate.least_speedup(config.dtype)
+    least = estimate.least_speedup(config.problem, config.dtype)
     texts = {"fused": f"{fused}; auto takes it from {least:.2f} on", "native": "torch's operator"}
     return [
         (one, texts.get(one.name, "kept to compare with: slower than fused")) for _, one in estimates(config, direction)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from gemmconv.geometry import Problem
 from gemmconv.kernels.base import FORMAT_NAMES, Config, Pass
 from gemmconv.kernels.cpu.correlation import table_of
 from gemmconv.kernels.cpu.library import isa_name, kernels_for
@@ -30,6 +31,7 @@ _ROWS = Path(__file__).with_name("speedup.json")
 # of 5; gradients of one layer 0.2 and 0.8x).
 _LEAST_TAPS, _MOST_WASTE = 16, 0.5  # taps, and inputs of a row; logarithm to base 2
 _MOST_SUMMED = 64  # input channels for each output channel
+_DENSE = 16  # channels of each side that fill vectors
 MOST_CLASSES = 1024  # product of the strides: a table of taps has all classes of outputs
 CYCLES = 2.5e9  # a second
 _PACK_SECONDS = 1.8e-9  # to pack one weight by one thread (AVX2 and AVX-512, layers of 2 million weights)
@@ -37,13 +39,16 @@ _PACK_SECONDS = 1.8e-9  # to pack one weight by one thread (AVX2 and AVX-512, la
 COLUMNS, DIRECT = 2.0, 8.0
 
 
-def least_speedup(dtype: torch.dtype) -> float:
+def least_speedup(problem: Problem, dtype: torch.dtype) -> float:
     """The expected speedup from which the implicit product is taken; the rule's error can exceed it.
 
     In bfloat16 it errs more, since CPUs of one instruction set differ in what oneDNN has for that type: from 1.3 on 13%
-    of the layers that are taken lose in cross-validation, from 1.6 on 9%.
+    of the layers that are taken lose in cross-validation, from 1.6 on 9%. It also errs more for dense layers without
+    strides, oneDNN's best case: of 26 passes that were expected at 1.3 to 1.6 times torch's speed 4 lost, and all had
+    1.22 times it (geometric mean).
     """
-    return 1.6 if dtype.itemsize == 2 else 1.3
+    is_dense = problem.groups == 1 and min(problem.in_channels, problem.out_channels) >= _DENSE
+    return 1.6 if dtype.itemsize == 2 or (is_dense and max(problem.stride) == 1) else 1.3
 
 
 @lru_cache(maxsize=1024)
@@ -142,4 +147,4 @@ def native_seconds(config: Config, direction: Pass) -> float:
     if isa_name() is None:
         return math.inf
     config = replace(config, trained=False)
-    return fused_seconds(config, direction) * speedup(config, direction) / least_speedup(config.dtype)
+    return fused_seconds(config, direction) * speedup(config, direction) / least_speedup(config.problem, config.dtype)
