@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from gemmconv import pairs, selection, tuned
 from gemmconv.algorithms import ALGORITHMS
 from gemmconv.explain import compilations_of
-from gemmconv.kernels.base import PASSES, Choice, Config, Direction, Pass, Precision, strides_of
+from gemmconv.kernels.base import PASSES, Choice, Config, Direction, Pass, strides_of
 from gemmconv.module import ConvTranspose1d, ConvTranspose3d, Layer
 from gemmconv.ops.autocast import current_dtype
 from gemmconv.ops.configs import Convention, config_of
@@ -37,7 +37,7 @@ _MOST_OF_A_KERNEL = 3  # tiles measured of one kernel
 _ROUNDS, _CALLS = 9, 20  # samples of a candidate; calls in a row when the host's time is measured
 
 NamedChoice = tuple[str, Choice]  # an algorithm's name, and a kernel and tile of it
-VolumeCall = tuple[Volume, bool, Precision | None]  # a call on volumes, whether it has a bias, and its precision
+VolumeCall = tuple[Volume, bool]  # a call on volumes, and whether it has a bias
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def _steps_of(
         if isinstance(layer, ConvTranspose3d):
             volume = volume_of(without_data(input, dtype), weight, *given[:5], layer.precision, layer.workspace_limit)
             volume = volume._replace(last=is_channels_last(input) or is_channels_last(weight))
-            call = volume, layer.bias is not None, layer.precision
+            call = volume, layer.bias is not None
             passes: tuple[Pass, ...] = ("forward", "grads") if of_weight else ("forward",)
             of_volumes.update({(call, one): None for one in passes})
             return
@@ -223,7 +223,7 @@ def _pairs_of_algorithms(config: Config) -> Iterator[_Candidate]:
         yield _Candidate("+".join(dict.fromkeys(names)), pair == pair_of_torch, prepare, operands, taken)
 
 
-def _ways(volume: Volume, has_bias: bool, precision: Precision | None, direction: Pass) -> Iterator[_Candidate]:
+def _ways(volume: Volume, has_bias: bool, direction: Pass) -> Iterator[_Candidate]:
     """The candidates of a volume: its ways, without gradients, or for ``"grads"`` in a whole training step."""
     p, is_step = volume.problem, direction == "grads"
     kind: dict[str, Any] = {"dtype": volume.dtype, "device": volume.device, "requires_grad": is_step}
@@ -233,11 +233,10 @@ def _ways(volume: Volume, has_bias: bool, precision: Precision | None, direction
         input = input.detach().contiguous(memory_format=torch.channels_last_3d).requires_grad_(is_step)
     tensors = input, weight, bias
     leaves = [one for one in tensors if one is not None]
-    options: Any = {"algorithm": "auto", "precision": precision, "workspace_limit": volume.workspace_limit}
 
     def prepare(way: Way) -> Run:
         with torch.set_grad_enabled(is_step):
-            prepared = prepare_volume(way, tensors, volume, options)
+            prepared = prepare_volume(way, tensors, volume)
 
         def run() -> None:
             with torch.set_grad_enabled(is_step):
@@ -251,7 +250,7 @@ def _ways(volume: Volume, has_bias: bool, precision: Precision | None, direction
     own_gradients = is_step and gradients_are_ours(volume.config(), (True, True, False))
     if not volume.last and (own_gradients or program_of(volume.config()) is not None):
         ways.append("product")
-    for way in dict.fromkeys(settled(one, volume, precision, is_step) for one in ways):
+    for way in dict.fromkeys(settled(one, volume, is_step) for one in ways):
         yield _Candidate(way, way == "torch", partial(prepare, way), (), {"algorithms": (way,)})
 
 

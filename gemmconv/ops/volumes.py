@@ -16,7 +16,6 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from gemmconv import flops
 from gemmconv.algorithms.fallback import with_fallback
 from gemmconv.algorithms.gemm_col2im import GemmCol2im
 from gemmconv.device import DeviceSpec, make_current, spec_of
@@ -61,7 +60,8 @@ class Volume(NamedTuple):
     device: torch.device
     precision: Precision  # of float32 products
     last: bool = False  # whether the input or the weight is in channels_last_3d, which the kernel does not take
-    workspace_limit: int | None = None  # bytes of temporary memory of the product; None for the default
+    workspace_limit: int | None = None  # bytes of temporary memory of a call; None for the default
+    requested: Precision | None = None  # the precision that the caller asked for; None follows torch's setting
 
     def config(self, spec: DeviceSpec | None = None) -> Config:
         """Its configuration, on its device or one with other properties; torch.channels_last is channels_last_3d."""
@@ -78,31 +78,16 @@ def is_hopper(device: torch.device) -> bool:
 is_hopper._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compile cannot trace it
 
 
-def conv_transpose3d(
-    input: Tensor, weight: Tensor, bias: Tensor | None, volume: Volume, precision: Precision | None
-) -> Tensor:
-    """The transposed convolution of a batch of contiguous volumes, ``[N, C_in, D, H, W]``, which has been checked.
-
-    Without a precision each call follows torch's setting, in a compiled graph too.
-    """
-    if not torch.compiler.is_compiling():
-        flops.register()
-    output: Tensor = OPERATOR(input, weight, bias, *volume.problem.geometry, precision, volume.workspace_limit)
-    return output
-
-
-def prepare(tensors: Tensors, volume: Volume, precision: Precision | None) -> Call:
+def prepare(tensors: Tensors, volume: Volume) -> Call:
     """Prepare an eager call on tensors of this signature, with an autograd node if it records gradients.
 
-    Args:
-        tensors: input, weight, and bias or None; where autocast is on, it casts them in each call.
-        volume, precision: the call, and the argument of it.
+    ``tensors`` are input, weight, and bias or None; where autocast is on, it casts them in each call.
     """
     config, casts = volume.config(), is_autocasting(volume.device.type)
     needs = required_gradients(*tensors)
     run = _forward(config, tuple(without_data(one, config.dtype) for one in tensors) if casts else tensors)
     if torch.is_grad_enabled() and any(needs):
-        backward = _Backward(config, precision)
+        backward = _Backward(config, volume.requested)
         backward.compile_ahead(needs)
         run = with_node(run, backward, needs)
     if not casts:
@@ -196,7 +181,7 @@ def volume_of(input: Tensor, weight: Tensor, *arguments: Any) -> Volume:
     *geometry, precision, workspace_limit = (*as_hashable(arguments), None)[:7]  # a call may leave out the last
     problem = _problem(input.shape, weight.shape, *geometry)
     rounding = precision or torch_precision(input.dtype, input.device)
-    return Volume(problem, input.dtype, input.device, rounding, workspace_limit=workspace_limit)
+    return Volume(problem, input.dtype, input.device, rounding, False, workspace_limit, precision)
 
 
 def _problem(input: Sequence[int], weight: Sequence[int], *geometry: Any) -> Problem:
