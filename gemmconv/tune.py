@@ -25,7 +25,7 @@ from gemmconv.ops.configs import Convention, config_of
 from gemmconv.ops.gradients import prepare_gradients
 from gemmconv.ops.schemas import Options, checked_problem, is_channels_last, without_data
 from gemmconv.ops.volumes import Volume, gradients_are_ours, program_of, volume_of
-from gemmconv.rank import Way, of_height_1, settled
+from gemmconv.rank import Way, settled
 from gemmconv.rank import prepare as prepare_volume
 from gemmconv.selection import NATIVE
 from gemmconv.timing import Run, cpu_rounds, cuda_rounds
@@ -112,18 +112,17 @@ def _steps_of(
             return  # output_padding is not the layer's own, or the batch is empty
         dtype, of_weight = current_dtype(input), backward and weight.requires_grad
         input = input if input.dim() == weight.dim() else input.unsqueeze(0)
-        given = [getattr(layer, name) for name in Options._fields]
+        options = Options(*layer._arguments_and_key()[0])
         if isinstance(layer, ConvTranspose3d):
-            volume = volume_of(without_data(input, dtype), weight, *given[:5], layer.precision, layer.workspace_limit)
+            volume = volume_of(without_data(input, dtype), weight, *options[:5], *options[6:])
             volume = volume._replace(last=is_channels_last(input) or is_channels_last(weight))
             call = volume, layer.bias is not None
             passes: tuple[Pass, ...] = ("forward", "grads") if of_weight else ("forward",)
             of_volumes.update({(call, one): None for one in passes})
             return
         if isinstance(layer, ConvTranspose1d):  # an image of height 1
-            input, weight, given[:5] = input.unsqueeze(-2), weight.unsqueeze(-2), of_height_1(*given[:5])
+            input, weight = input.unsqueeze(-2), weight.unsqueeze(-2)
         tensors = tuple(without_data(one, dtype) for one in (input, weight, layer.bias))
-        options = Options(*given)
         problem = checked_problem("conv_transpose2d", tensors, None, options)
         config = config_of(problem, tensors[0], tensors[1], options, layer.bias is not None)
         config = replace(config, trained=of_weight and input.is_cpu)
