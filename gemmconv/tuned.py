@@ -59,7 +59,7 @@ def key_of(config: Config, direction: Pass) -> Key:
     named = zip("kspod", ("x".join(map(str, pair)) for pair in window), strict=True)
     layer = " ".join([f"c{p.in_channels}x{p.out_channels} g{p.groups}", *(name + text for name, text in named)])
     device = config.spec.name if config.device.type == "cuda" else config.device.type
-    dtype = str(config.dtype).removeprefix("torch.")
+    dtype = validation.short_name(config.dtype)
     return layer, direction, dtype, config.precision, FORMAT_NAMES[config.memory_format], device
 
 

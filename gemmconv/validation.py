@@ -121,7 +121,7 @@ def tensor(where: str, argument: str, value: object) -> None:
         fail(TypeError, where, argument, "be a torch.Tensor", type(value).__name__)
     if value.layout != torch.strided and value.layout in _SPARSE:
         remedy = f"use {argument}.to_dense()"
-        fail(NotImplementedError, where, argument, "be dense", str(value.layout).removeprefix("torch."), remedy)
+        fail(NotImplementedError, where, argument, "be dense", short_name(value.layout), remedy)
 
 
 def choice(where: str, algorithm: str, algorithms: Sequence[str], precision: str | None, limit: int | None) -> None:
@@ -141,7 +141,7 @@ def choice(where: str, algorithm: str, algorithms: Sequence[str], precision: str
 def floating(where: str, argument: str, dtype: torch.dtype, remedy: str = "") -> None:
     """Raise NotImplementedError if a dtype is neither floating-point nor complex."""
     if not (dtype.is_floating_point or dtype.is_complex):
-        fail(NotImplementedError, where, argument, "be floating-point", _name(dtype), remedy)
+        fail(NotImplementedError, where, argument, "be floating-point", short_name(dtype), remedy)
 
 
 def element_type(where: str, dtype: object) -> None:
@@ -170,8 +170,8 @@ def same_kind(
             rule = f"be on the device of {first_name}, {first.device}"
             fail(RuntimeError, where, name, rule, str(other.device), f"use {name}.to({str(first.device)!r})")
         if dtype_of(other) != dtype_of(first):
-            rule = f"have the dtype of {first_name}, {_name(first.dtype)}"
-            fail(RuntimeError, where, name, rule, _name(other.dtype), "convert one of them, or use torch.autocast")
+            rule = f"have the dtype of {first_name}, {short_name(first.dtype)}"
+            fail(RuntimeError, where, name, rule, short_name(other.dtype), "convert one of them, or use torch.autocast")
 
 
 def parameters(where: str, given: Geometry, kernel_size: Pair) -> None:
@@ -425,5 +425,6 @@ def _is_known(condition: bool | torch.SymBool) -> bool:
     return bool(guard_or_false(condition))
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def short_name(value: torch.dtype | torch.layout) -> str:
+    """A dtype's or a layout's name, such as ``float32``."""
+    return str(value).removeprefix("torch.")
