@@ -13,6 +13,7 @@ import math
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,6 @@ class Entry:
 
 
 _entries: dict[Key, dict[tuple[int, ...], Entry]] = {}  # by key and size
-_logged: set[str] = set()
 on_change: list[Callable[[], object]] = []  # called when entries change: caches of choices are cleared then
 
 
@@ -87,7 +87,7 @@ def choice_of(name: str, kernels: Iterable[Kernel], config: Config, direction: P
         return None
     kernel = next((one for one in kernels if one.name == entry.kernel), None)
     if kernel is None or kernel.why_not(config, direction) is not None:
-        _log_unused(entry, "its kernel is gone, or cannot serve it")
+        _log_unused(entry.key, entry.kernel, "its kernel is gone, or cannot serve it")
         return None
     tile = kernel.tile(config, direction)
     if Choice(kernel, tile, 0.0).tile_text != entry.tile:
@@ -95,16 +95,15 @@ def choice_of(name: str, kernels: Iterable[Kernel], config: Config, direction: P
         tile = next(others, None)
     if tile is None:
         if size_of(config) == entry.size:
-            _log_unused(entry, "its tile is gone")
+            _log_unused(entry.key, entry.kernel, "its tile is gone")
             return None
         tile = kernel.tile(config, direction)  # a tile's size may follow from the images'
     return Choice(kernel, tile, kernel.expected(config, direction, tile))
 
 
-def _log_unused(entry: Entry, why: str) -> None:
-    if (text := " ".join((*entry.key, entry.kernel, why))) not in _logged:
-        _logged.add(text)
-        log.info("a tuned choice is passed over: %s", text)
+@cache  # so that each is logged once
+def _log_unused(key: Key, kernel: str, why: str) -> None:
+    log.info("a tuned choice is passed over: %s", " ".join((*key, kernel, why)))
 
 
 def take(entries: Iterable[Entry]) -> None:
