@@ -179,19 +179,16 @@ def _compute(input: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any
 
 def volume_of(input: Tensor, weight: Tensor, *arguments: Any) -> Volume:
     *geometry, precision, workspace_limit = (*as_hashable(arguments), None)[:7]  # a call may leave out the last
-    problem = _problem(input.shape, weight.shape, *geometry)
+    stride, padding, output_padding, groups, dilation = geometry
+    (batch, channels, *size), (_, channels_out, *kernel_size) = input.shape, weight.shape
+    sizes: Any = tuple(size), tuple(kernel_size), stride, padding, output_padding, dilation
+    problem = Problem(batch, channels, channels_out * groups, groups, *sizes)
     rounding = precision or torch_precision(input.dtype, input.device)
     return Volume(problem, input.dtype, input.device, rounding, False, workspace_limit, precision)
 
 
-def _problem(input: Sequence[int], weight: Sequence[int], *geometry: Any) -> Problem:
-    stride, padding, output_padding, groups, dilation = geometry
-    sizes: Any = tuple(input[2:]), tuple(weight[2:]), stride, padding, output_padding, dilation
-    return Problem(input[0], input[1], weight[1] * groups, groups, *sizes)
-
-
 def fake(input: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> Tensor:
-    return input.new_empty(_problem(input.shape, weight.shape, *arguments[:5]).output_shape)
+    return input.new_empty(volume_of(input, weight, *arguments).problem.output_shape)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -200,11 +197,12 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-    (input, weight), arguments = ctx.saved_tensors, (*ctx.arguments, None)[:7]  # a call may leave out the last
-    problem, needs = _problem(input.shape, weight.shape, *arguments[:5]), ctx.needs_input_grad[:3]
+    (input, weight), needs = ctx.saved_tensors, ctx.needs_input_grad[:3]
+    volume = volume_of(input, weight, *ctx.arguments)
+    problem, options = volume.problem, (volume.requested, volume.workspace_limit)
     others, is_first_order = [None] * len(ctx.arguments), not torch.is_grad_enabled() and not transforms_active()
     if is_first_order and grad_output.is_cuda and has_own_gradients(problem):
-        found = GRADS_OPERATOR(grad_output, input, weight, *arguments, list(needs))
+        found = GRADS_OPERATOR(grad_output, input, weight, *problem.geometry, *options, list(needs))
         return *(one if need else None for one, need in zip(found, needs, strict=True)), *others
     return *_torchs_gradients(grad_output, input, weight, problem, needs), *others
 
