@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import compress
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -37,7 +38,7 @@ _MOST_OF_A_KERNEL = 3  # tiles measured of one kernel
 _ROUNDS, _CALLS = 9, 20  # samples of a candidate; calls in a row when the host's time is measured
 
 NamedChoice = tuple[str, Choice]  # an algorithm's name, and a kernel and tile of it
-VolumeCall = tuple[Volume, bool]  # a call on volumes, and whether it has a bias
+Step = tuple[Config, Pass, Volume | None]  # a pass of a layer, and its call if that is one on volumes
 
 
 @dataclass(frozen=True)
@@ -78,33 +79,29 @@ def tune(model: nn.Module, *example_inputs: Any, backward: bool = True, path: st
     check_step("tune", model, backward)
     where = tuned.default_path() if path is None else Path(path)
     tuned.check(where)
-    steps, of_volumes = _steps_of(model, example_inputs, backward)
-    choices = {(config, one): _choices(config, one) for config, one in steps if one != "grads"}
+    steps = _steps_of(model, example_inputs, backward)
+    of_kernels = [(config, one) for config, one, volume in steps if volume is None and one != "grads"]
+    choices = {one: _choices(*one) for one in of_kernels}
     _compile(choices)
     found: list[Entry] = []
-
-    def measure(config: Config, direction: Pass, candidates: Iterable[_Candidate]) -> None:
-        entries = _measure(config, direction, candidates)
-        found.extend(entries)
-        tuned.take(entries)
-
-    for config, direction in with_progress(steps, len(steps), "tunes", "pass"):
-        if direction == "grads":
-            measure(config, direction, _pairs_of_algorithms(config))
+    for config, direction, volume in with_progress(steps, len(steps), "tunes", "pass"):
+        if volume is not None:
+            candidates = _ways(volume, config.bias, direction)
+        elif direction == "grads":
+            candidates = _pairs_of_algorithms(config)
         else:
-            measure(config, direction, _kernels(config, direction, choices[config, direction]))
-    for call, direction in of_volumes:
-        measure(call[0].config(), direction, _ways(*call, direction))
+            candidates = _kernels(config, direction, choices[config, direction])
+        entries = _measure(config, direction, candidates)
+        found += entries
+        tuned.take(entries)
     tuned.write(where, found)
     return found
 
 
-def _steps_of(
-    model: nn.Module, inputs: Any, backward: bool
-) -> tuple[dict[tuple[Config, Pass], None], dict[tuple[VolumeCall, Pass], None]]:
-    """The distinct passes of a model's layers, and those of its volumes, recorded in one step of the model."""
-    found: dict[tuple[Config, Pass], None] = {}
-    of_volumes: dict[tuple[VolumeCall, Pass], None] = {}
+def _steps_of(model: nn.Module, inputs: Any, backward: bool) -> list[Step]:
+    """The distinct passes of a model's layers, recorded in one step of the model; those of volumes come last."""
+    of_images: dict[Step, None] = {}
+    of_volumes: dict[Step, None] = {}
 
     def record(layer: Any, arguments: tuple[Tensor, ...], named: dict[str, Any]) -> None:
         input, weight = arguments[0] if arguments else named["input"], layer.weight
@@ -116,9 +113,9 @@ def _steps_of(
         if isinstance(layer, ConvTranspose3d):
             volume = volume_of(without_data(input, dtype), weight, *options[:5], *options[6:])
             volume = volume._replace(last=is_channels_last(input) or is_channels_last(weight))
-            call = volume, layer.bias is not None
+            config = replace(volume.config(), bias=layer.bias is not None)
             passes: tuple[Pass, ...] = ("forward", "grads") if of_weight else ("forward",)
-            of_volumes.update({(call, one): None for one in passes})
+            of_volumes.update({(config, one, volume): None for one in passes})
             return
         if isinstance(layer, ConvTranspose1d):  # an image of height 1
             input, weight = input.unsqueeze(-2), weight.unsqueeze(-2)
@@ -128,12 +125,12 @@ def _steps_of(
         config = replace(config, trained=of_weight and input.is_cpu)
         of_input = backward and input.requires_grad
         needed = True, of_input, of_weight, of_input and of_weight
-        found.update({(config, one): None for one, is_needed in zip(PASSES, needed, strict=True) if is_needed})
+        of_images.update({(config, one, None): None for one in compress(PASSES, needed)})
 
     layers = [one for one in model.modules() if isinstance(one, Layer)]
     with trial(model, inputs, backward), recording(layers, record):
         run_step(model, inputs, backward, "tune")
-    return found, of_volumes
+    return [*of_images, *of_volumes]
 
 
 def _choices(config: Config, direction: Direction) -> list[NamedChoice]:
