@@ -136,9 +136,8 @@ def conv_transpose3d(
     options: Any = {"algorithm": algorithm, "precision": precision, "workspace_limit": workspace_limit}
     key = None
     # A repeated call: a call of the same signature was prepared before, and its checks were made then.
-    if not torch.compiler.is_compiling():
-        text = arguments_key((*geometry, *options.values()))
-        call, key = (None, None) if text is None else plain.find_call(input, weight, bias, text)
+    if not torch.compiler.is_compiling() and (text := arguments_key((*geometry, *options.values()))) is not None:
+        call, key = plain.find_call(input, weight, bias, text)
         if call is not None:
             return call(input, weight, bias)
         key = key if key is not None and are_dense(input, weight, bias) else None
