@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from gemmconv import pairs, selection, tuned
 from gemmconv.algorithms import ALGORITHMS
 from gemmconv.explain import compilations_of
+from gemmconv.folder import make_writable
 from gemmconv.kernels.base import PASSES, Choice, Config, Direction, Pass, strides_of
 from gemmconv.module import ConvTranspose1d, ConvTranspose3d, Layer
 from gemmconv.ops.autocast import current_dtype
@@ -78,7 +79,9 @@ def tune(model: nn.Module, *example_inputs: Any, backward: bool = True, path: st
     """
     check_step("tune", model, backward)
     where = tuned.default_path() if path is None else Path(path)
-    tuned.check(where)
+    if where.exists():  # what tuned.write would raise is raised before anything is measured
+        tuned.read(where)
+    make_writable(where.parent)
     steps = _steps_of(model, example_inputs, backward)
     of_kernels = [(config, one) for config, one, volume in steps if volume is None and one != "grads"]
     choices = {one: _choices(*one) for one in of_kernels}

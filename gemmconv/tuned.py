@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from gemmconv import validation
-from gemmconv.folder import cache_folder, make_writable
+from gemmconv.folder import cache_folder
 from gemmconv.kernels.base import FORMAT_NAMES, Choice, Config, Kernel, Pass
 from gemmconv.version import __version__
 
@@ -181,13 +181,6 @@ def _entry(key: list[str], size: list[int], algorithms: list[str], **others: Any
     if not are_right or len(made.algorithms) != count or min(made.size) < 1:
         raise TypeError(f"not an {made}")
     return made
-
-
-def check(path: Path) -> None:
-    """Raise what :func:`write` to this file would raise, before what is to be written is measured."""
-    if path.exists():
-        read(path)
-    make_writable(path.parent)
 
 
 def write(path: Path, entries: Iterable[Entry]) -> None:
