@@ -159,13 +159,12 @@ def _compile(plans: Mapping[tuple[Config, Direction], Sequence[NamedChoice]]) ->
         return
     from gemmconv.runtime.launch import architecture, compile_ahead
 
-    wanted: dict[str, dict[Any, None]] = {}
+    wanted: dict[str, list[Any]] = {}  # by architecture; compile_ahead drops duplicates
     for (config, direction), choices in plans.items():
         for _, choice in choices:
-            program = choice.program(config, direction)
-            if program is not None:
+            if (program := choice.program(config, direction)) is not None:
                 arch = architecture(config.device.index or 0)
-                wanted.setdefault(arch, {}).update(dict.fromkeys(compilations_of(program, config)))
+                wanted.setdefault(arch, []).extend(compilations_of(program, config))
     futures = [compile_ahead([(name, dict(macros)) for name, macros in one], arch) for arch, one in wanted.items()]
     show_progress([future for some in futures for _, future in some])
 
