@@ -101,11 +101,8 @@ def torch_is_faster(problem: Problem, dtype: torch.dtype, precision: Precision) 
     On an H200 cuDNN was up to 1.3 times as fast for deep layers, and as fast under a stride of 1 where the channels
     fill its tiles; without TF32, and where the kernel equals the stride, it never was.
     """
-    channels = problem.gemm_k, problem.group_out_channels
-    if not is_dense(problem) or problem.is_apart:
-        return False
-    is_float32 = dtype == torch.float32
-    if is_float32 and precision == "ieee":
+    channels, is_float32 = (problem.gemm_k, problem.group_out_channels), dtype == torch.float32
+    if not is_dense(problem) or problem.is_apart or (is_float32 and precision == "ieee"):
         return False
     fill_tiles = all(count % (FEW if is_float32 else FEW // 2) == 0 for count in channels)
     return min(channels) > FEW or (max(problem.stride) == 1 and (fill_tiles or max(channels) > FEW))
