@@ -66,7 +66,7 @@ class Explanation:
 
     def __str__(self) -> str:
         p, c = self.config.problem, self.config
-        itemsize, dtype = c.dtype.itemsize, str(c.dtype).removeprefix("torch.")
+        itemsize, dtype = c.dtype.itemsize, validation.short_name(c.dtype)
         input_grad, weight_grad = self.gradients
         backward = input_grad if input_grad == weight_grad else f"{input_grad} (input) and {weight_grad} (weight)"
         turned = ", in channels_last between transposes" * self.gradients_turned

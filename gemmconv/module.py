@@ -16,14 +16,12 @@ from gemmconv import functional, rank, validation
 from gemmconv.dispatch import function_mode_count, only_patched
 from gemmconv.kernels.base import Precision
 from gemmconv.ops import call_cache, followers, plain
+from gemmconv.ops.schemas import Options
 from gemmconv.selection import NAMES
 
 Sizes = int | tuple[int, ...]
 
-# The arguments of a call after its tensors, in the order of ops.schemas.Options.
-_attributes_of = attrgetter(
-    *("stride", "padding", "output_padding", "groups", "dilation", "algorithm", "precision", "workspace_limit")
-)
+_attributes_of = attrgetter(*Options._fields)  # the arguments of a call after its tensors
 
 
 class Layer(nn.Module):

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, unflatten  # the method of this name is not compiled where there is a default device
 from torch.autograd import forward_ad
 
-from gemmconv import arrays, tuned, validation
+from gemmconv import arrays, flops, tuned, validation
 from gemmconv.device import DeviceSpec
 from gemmconv.dispatch import (
     are_dense,
@@ -135,9 +135,8 @@ def conv_transpose3d(
     options: Any = {"algorithm": algorithm, "precision": precision, "workspace_limit": workspace_limit}
     key = None
     # A repeated call: a call of the same signature was prepared before, and its checks were made then.
-    if not torch.compiler.is_compiling():
-        text = arguments_key((*geometry, *options.values()))
-        call, key = (None, None) if text is None else plain.find_call(input, weight, bias, text)
+    if not torch.compiler.is_compiling() and (text := arguments_key((*geometry, *options.values()))) is not None:
+        call, key = plain.find_call(input, weight, bias, text)
         if call is not None:
             return call(input, weight, bias)
         key = key if key is not None and are_dense(input, weight, bias) else None
@@ -153,14 +152,14 @@ def conv_transpose3d(
             return lambda input, weight, bias: torch.conv_transpose3d(input, weight, bias, *problem.geometry)
         dtype, last = current_dtype(input), is_channels_last(input) or is_channels_last(weight)
         rounding = precision or torch_precision(dtype, input.device)
-        volume = Volume(problem, dtype, input.device, rounding, last, workspace_limit)
+        volume = Volume(problem, dtype, input.device, rounding, last, workspace_limit, precision)
         way: Way = "images"
         if algorithm == "auto":
             records = torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad)
-            way = settled(choose_way(volume, "grads" if records else "forward"), volume, precision, records)
+            way = settled(choose_way(volume, "grads" if records else "forward"), volume, records)
         if key is None:
-            return lambda *tensors: compute(way, tensors, volume, options)
-        return prepare(way, (input, weight, bias), volume, options)
+            return lambda *tensors: compute(way, tensors, volume, algorithm)
+        return prepare(way, (input, weight, bias), volume, algorithm)
 
     call = find_or_make(key, make)
     return call(input, weight, bias)
@@ -186,41 +185,44 @@ def choose_way(volume: Volume, direction: Pass = "forward", spec: DeviceSpec | N
     return way_of(volume, direction, config.spec.is_hopper)
 
 
-def settled(way: Way, volume: Volume, precision: Precision | None, trains: bool) -> Way:
-    """The way of a call, or images where that way would round otherwise than ``precision`` says.
+def settled(way: Way, volume: Volume, trains: bool) -> Way:
+    """The way of a call, or images where that way would round otherwise than was requested.
 
     It would if torch's setting differs, and torch's operator has a part: it computes all of ``"torch"``, and some
     gradients of ``"product"``, if the call ``trains``: a backward pass may follow.
     """
-    if rounds_as_asked(volume.dtype, volume.device, precision):
+    if rounds_as_asked(volume.dtype, volume.device, volume.requested):
         return way
     return "product" if way == "product" and not trains else "images"
 
 
-def prepare(way: Way, tensors: Tensors, volume: Volume, options: dict[str, Any]) -> volumes.Call:
+def prepare(way: Way, tensors: Tensors, volume: Volume, algorithm: str = "auto") -> volumes.Call:
     """Prepare the eager call of a batch of volumes in one way; see :func:`compute`."""
-    precision = options["precision"]
     if way == "product" and volumes.program_of(volume.config()) is None:  # torch's forward pass, and our gradients
-        way = settled(way, volume, precision, trains=True)
+        way = settled(way, volume, trains=True)
     if way == "product":
-        return volumes.prepare(tensors, volume, precision)
-    return lambda *tensors: compute(way, tensors, volume, options)
+        return volumes.prepare(tensors, volume)
+    return lambda *tensors: compute(way, tensors, volume, algorithm)
 
 
-def compute(way: Way, tensors: Tensors, volume: Volume, options: dict[str, Any]) -> Tensor:
-    """Compute a batch of volumes in one way."""
+def compute(way: Way, tensors: Tensors, volume: Volume, algorithm: str) -> Tensor:
+    """Compute a batch of volumes in one way; ``algorithm`` is that of the images."""
     input, weight, bias = tensors
-    problem, dtype, precision = volume.problem, volume.dtype, options["precision"]
+    dtype, geometry = volume.dtype, volume.problem.geometry
     if way == "product":  # whose operator has no rules for tangents and transforms
         has_tangents = not torch.compiler.is_compiling() and forward_ad._current_level >= 0
-        way = settled("torch", volume, precision, trains=True) if has_tangents or transforms_active() else way
+        way = settled("torch", volume, trains=True) if has_tangents or transforms_active() else way
     if way == "torch":
-        return torch.conv_transpose3d(input, weight, bias, *problem.geometry)
+        return torch.conv_transpose3d(input, weight, bias, *geometry)
     # Autocast may have cast the input before. Slices are then copied in fewer bytes.
     input, weight, bias = input.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    if way == "product":
-        return volumes.conv_transpose3d(input, weight, bias, volume, precision)
-    return _as_images(input, weight, bias, problem, volume.last, options)
+    if way == "images":
+        return _as_images(input, weight, bias, volume, algorithm)
+    if not torch.compiler.is_compiling():
+        flops.register()
+    # What is requested may be None: then each call follows torch's setting, in a compiled graph too.
+    output: Tensor = volumes.OPERATOR(input, weight, bias, *geometry, volume.requested, volume.workspace_limit)
+    return output
 
 
 def image_problems(problem: Problem) -> list[Problem]:
@@ -344,11 +346,11 @@ def _has_outputs(problem: Problem, least: int) -> bool:
     return not is_exporting() and problem.batch * problem.out_channels * problem.out_pixels >= least
 
 
-def _as_images(
-    input: Tensor, weight: Tensor, bias: Tensor | None, problem: Problem, last: bool, options: dict[str, Any]
-) -> Tensor:
-    """The transposed convolution of ``[N, C_in, D, H, W]``; ``last``: the result is in channels_last_3d."""
-    p, batch, depth, groups = problem, problem.batch, problem.input_size[0], problem.groups
+def _as_images(input: Tensor, weight: Tensor, bias: Tensor | None, volume: Volume, algorithm: str) -> Tensor:
+    """The transposed convolution of ``[N, C_in, D, H, W]``; ``volume.last``: the result is in channels_last_3d."""
+    p, last = volume.problem, volume.last
+    batch, depth, groups = p.batch, p.input_size[0], p.groups
+    options: Any = {"algorithm": algorithm, "precision": volume.requested, "workspace_limit": volume.workspace_limit}
     planar: Any = p.stride[1:], p.padding[1:], p.output_padding[1:], groups, p.dilation[1:]
     if p.is_apart_along(0):  # all phases read one slice, and are output channels
         phases, merged = p.stride[0], p.is_apart_along(1)
@@ -360,12 +362,12 @@ def _as_images(
         # Rows of neighbouring slices do not meet either: then a volume is one high image, without a copy.
         images = input.flatten(2, 3) if merged else _slices(input, [0], depth, 1, last)
         images = conv_transpose2d(images, kernels.flatten(1, 2), bias, *planar, **options)
-        volume = unflatten(images, 2, (depth, -1)) if merged else unflatten(images, 0, (batch, depth)).transpose(1, 2)
+        output = unflatten(images, 2, (depth, -1)) if merged else unflatten(images, 0, (batch, depth)).transpose(1, 2)
         if last:
-            of_phases = unflatten(volume, 1, (groups, phases, -1)).permute(0, 4, 2, 5, 6, 1, 3)
-            volume = of_phases.flatten(1, 2).flatten(4, 5).permute(0, 4, 1, 2, 3)
+            of_phases = unflatten(output, 1, (groups, phases, -1)).permute(0, 4, 2, 5, 6, 1, 3)
+            output = of_phases.flatten(1, 2).flatten(4, 5).permute(0, 4, 1, 2, 3)
         else:
-            volume = unflatten(volume, 1, (-1, phases)).transpose(2, 3).flatten(2, 3)
+            output = unflatten(output, 1, (-1, phases)).transpose(2, 3).flatten(2, 3)
     else:
         taps_of, found = unflatten(weight, 0, (groups, -1)), []  # [groups, C_in/groups, C_out/groups, K_d, K_h, K_w]
         parts = _depth_phases(p)
@@ -382,8 +384,8 @@ def _as_images(
         # torch.jit.trace and, without gradients, torch.compile do not take the function: they trace its operators.
         is_traced = torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
         interleave = _Interleave.forward if is_traced else _Interleave.apply
-        volume = interleave(batch, p.output_size[0], p.stride[0], places, last, *found)
-    return volume.contiguous(memory_format=torch.channels_last_3d if last else torch.contiguous_format)
+        output = interleave(batch, p.output_size[0], p.stride[0], places, last, *found)
+    return output.contiguous(memory_format=torch.channels_last_3d if last else torch.contiguous_format)
 
 
 def _slices(volume: Tensor, begins: Sequence[int], count: int, groups: int, last: bool) -> Tensor:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import compress
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -18,14 +19,15 @@ from torch import Tensor, nn
 from gemmconv import pairs, selection, tuned
 from gemmconv.algorithms import ALGORITHMS
 from gemmconv.explain import compilations_of
-from gemmconv.kernels.base import PASSES, Choice, Config, Direction, Pass, Precision, strides_of
+from gemmconv.folder import make_writable
+from gemmconv.kernels.base import PASSES, Choice, Config, Direction, Pass, strides_of
 from gemmconv.module import ConvTranspose1d, ConvTranspose3d, Layer
 from gemmconv.ops.autocast import current_dtype
 from gemmconv.ops.configs import Convention, config_of
 from gemmconv.ops.gradients import prepare_gradients
 from gemmconv.ops.schemas import Options, checked_problem, is_channels_last, without_data
 from gemmconv.ops.volumes import Volume, gradients_are_ours, program_of, volume_of
-from gemmconv.rank import Way, of_height_1, settled
+from gemmconv.rank import Way, settled
 from gemmconv.rank import prepare as prepare_volume
 from gemmconv.selection import NATIVE
 from gemmconv.timing import Run, cpu_rounds, cuda_rounds
@@ -37,7 +39,7 @@ _MOST_OF_A_KERNEL = 3  # tiles measured of one kernel
 _ROUNDS, _CALLS = 9, 20  # samples of a candidate; calls in a row when the host's time is measured
 
 NamedChoice = tuple[str, Choice]  # an algorithm's name, and a kernel and tile of it
-VolumeCall = tuple[Volume, bool, Precision | None]  # a call on volumes, whether it has a bias, and its precision
+Step = tuple[Config, Pass, Volume | None]  # a pass of a layer, and its call if that is one on volumes
 
 
 @dataclass(frozen=True)
@@ -77,34 +79,32 @@ def tune(model: nn.Module, *example_inputs: Any, backward: bool = True, path: st
     """
     check_step("tune", model, backward)
     where = tuned.default_path() if path is None else Path(path)
-    tuned.check(where)
-    steps, of_volumes = _steps_of(model, example_inputs, backward)
-    choices = {(config, one): _choices(config, one) for config, one in steps if one != "grads"}
+    if where.exists():  # what tuned.write would raise is raised before anything is measured
+        tuned.read(where)
+    make_writable(where.parent)
+    steps = _steps_of(model, example_inputs, backward)
+    of_kernels = [(config, one) for config, one, volume in steps if volume is None and one != "grads"]
+    choices = {one: _choices(*one) for one in of_kernels}
     _compile(choices)
     found: list[Entry] = []
-
-    def measure(config: Config, direction: Pass, candidates: Iterable[_Candidate]) -> None:
-        entries = _measure(config, direction, candidates)
-        found.extend(entries)
-        tuned.take(entries)
-
-    for config, direction in with_progress(steps, len(steps), "tunes", "pass"):
-        if direction == "grads":
-            measure(config, direction, _pairs_of_algorithms(config))
+    for config, direction, volume in with_progress(steps, len(steps), "tunes", "pass"):
+        if volume is not None:
+            candidates = _ways(volume, config.bias, direction)
+        elif direction == "grads":
+            candidates = _pairs_of_algorithms(config)
         else:
-            measure(config, direction, _kernels(config, direction, choices[config, direction]))
-    for call, direction in of_volumes:
-        measure(call[0].config(), direction, _ways(*call, direction))
+            candidates = _kernels(config, direction, choices[config, direction])
+        entries = _measure(config, direction, candidates)
+        found += entries
+        tuned.take(entries)
     tuned.write(where, found)
     return found
 
 
-def _steps_of(
-    model: nn.Module, inputs: Any, backward: bool
-) -> tuple[dict[tuple[Config, Pass], None], dict[tuple[VolumeCall, Pass], None]]:
-    """The distinct passes of a model's layers, and those of its volumes, recorded in one step of the model."""
-    found: dict[tuple[Config, Pass], None] = {}
-    of_volumes: dict[tuple[VolumeCall, Pass], None] = {}
+def _steps_of(model: nn.Module, inputs: Any, backward: bool) -> list[Step]:
+    """The distinct passes of a model's layers, recorded in one step of the model; those of volumes come last."""
+    of_images: dict[Step, None] = {}
+    of_volumes: dict[Step, None] = {}
 
     def record(layer: Any, arguments: tuple[Tensor, ...], named: dict[str, Any]) -> None:
         input, weight = arguments[0] if arguments else named["input"], layer.weight
@@ -112,29 +112,28 @@ def _steps_of(
             return  # output_padding is not the layer's own, or the batch is empty
         dtype, of_weight = current_dtype(input), backward and weight.requires_grad
         input = input if input.dim() == weight.dim() else input.unsqueeze(0)
-        given = [getattr(layer, name) for name in Options._fields]
+        options = Options(*layer._arguments_and_key()[0])
         if isinstance(layer, ConvTranspose3d):
-            volume = volume_of(without_data(input, dtype), weight, *given[:5], layer.precision, layer.workspace_limit)
+            volume = volume_of(without_data(input, dtype), weight, *options[:5], *options[6:])
             volume = volume._replace(last=is_channels_last(input) or is_channels_last(weight))
-            call = volume, layer.bias is not None, layer.precision
+            config = replace(volume.config(), bias=layer.bias is not None)
             passes: tuple[Pass, ...] = ("forward", "grads") if of_weight else ("forward",)
-            of_volumes.update({(call, one): None for one in passes})
+            of_volumes.update({(config, one, volume): None for one in passes})
             return
         if isinstance(layer, ConvTranspose1d):  # an image of height 1
-            input, weight, given[:5] = input.unsqueeze(-2), weight.unsqueeze(-2), of_height_1(*given[:5])
+            input, weight = input.unsqueeze(-2), weight.unsqueeze(-2)
         tensors = tuple(without_data(one, dtype) for one in (input, weight, layer.bias))
-        options = Options(*given)
         problem = checked_problem("conv_transpose2d", tensors, None, options)
         config = config_of(problem, tensors[0], tensors[1], options, layer.bias is not None)
         config = replace(config, trained=of_weight and input.is_cpu)
         of_input = backward and input.requires_grad
         needed = True, of_input, of_weight, of_input and of_weight
-        found.update({(config, one): None for one, is_needed in zip(PASSES, needed, strict=True) if is_needed})
+        of_images.update({(config, one, None): None for one in compress(PASSES, needed)})
 
     layers = [one for one in model.modules() if isinstance(one, Layer)]
     with trial(model, inputs, backward), recording(layers, record):
         run_step(model, inputs, backward, "tune")
-    return found, of_volumes
+    return [*of_images, *of_volumes]
 
 
 def _choices(config: Config, direction: Direction) -> list[NamedChoice]:
@@ -160,13 +159,12 @@ def _compile(plans: Mapping[tuple[Config, Direction], Sequence[NamedChoice]]) ->
         return
     from gemmconv.runtime.launch import architecture, compile_ahead
 
-    wanted: dict[str, dict[Any, None]] = {}
+    wanted: dict[str, list[Any]] = {}  # by architecture; compile_ahead drops duplicates
     for (config, direction), choices in plans.items():
         for _, choice in choices:
-            program = choice.program(config, direction)
-            if program is not None:
+            if (program := choice.program(config, direction)) is not None:
                 arch = architecture(config.device.index or 0)
-                wanted.setdefault(arch, {}).update(dict.fromkeys(compilations_of(program, config)))
+                wanted.setdefault(arch, []).extend(compilations_of(program, config))
     futures = [compile_ahead([(name, dict(macros)) for name, macros in one], arch) for arch, one in wanted.items()]
     show_progress([future for some in futures for _, future in some])
 
@@ -223,7 +221,7 @@ def _pairs_of_algorithms(config: Config) -> Iterator[_Candidate]:
         yield _Candidate("+".join(dict.fromkeys(names)), pair == pair_of_torch, prepare, operands, taken)
 
 
-def _ways(volume: Volume, has_bias: bool, precision: Precision | None, direction: Pass) -> Iterator[_Candidate]:
+def _ways(volume: Volume, has_bias: bool, direction: Pass) -> Iterator[_Candidate]:
     """The candidates of a volume: its ways, without gradients, or for ``"grads"`` in a whole training step."""
     p, is_step = volume.problem, direction == "grads"
     kind: dict[str, Any] = {"dtype": volume.dtype, "device": volume.device, "requires_grad": is_step}
@@ -233,11 +231,10 @@ def _ways(volume: Volume, has_bias: bool, precision: Precision | None, direction
         input = input.detach().contiguous(memory_format=torch.channels_last_3d).requires_grad_(is_step)
     tensors = input, weight, bias
     leaves = [one for one in tensors if one is not None]
-    options: Any = {"algorithm": "auto", "precision": precision, "workspace_limit": volume.workspace_limit}
 
     def prepare(way: Way) -> Run:
         with torch.set_grad_enabled(is_step):
-            prepared = prepare_volume(way, tensors, volume, options)
+            prepared = prepare_volume(way, tensors, volume)
 
         def run() -> None:
             with torch.set_grad_enabled(is_step):
@@ -251,7 +248,7 @@ def _ways(volume: Volume, has_bias: bool, precision: Precision | None, direction
     own_gradients = is_step and gradients_are_ours(volume.config(), (True, True, False))
     if not volume.last and (own_gradients or program_of(volume.config()) is not None):
         ways.append("product")
-    for way in dict.fromkeys(settled(one, volume, precision, is_step) for one in ways):
+    for way in dict.fromkeys(settled(one, volume, is_step) for one in ways):
         yield _Candidate(way, way == "torch", partial(prepare, way), (), {"algorithms": (way,)})
 
 

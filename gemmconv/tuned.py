@@ -13,11 +13,12 @@ import math
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from gemmconv import validation
-from gemmconv.folder import cache_folder, make_writable
+from gemmconv.folder import cache_folder
 from gemmconv.kernels.base import FORMAT_NAMES, Choice, Config, Kernel, Pass
 from gemmconv.version import __version__
 
@@ -48,7 +49,6 @@ class Entry:
 
 
 _entries: dict[Key, dict[tuple[int, ...], Entry]] = {}  # by key and size
-_logged: set[str] = set()
 on_change: list[Callable[[], object]] = []  # called when entries change: caches of choices are cleared then
 
 
@@ -59,7 +59,7 @@ def key_of(config: Config, direction: Pass) -> Key:
     named = zip("kspod", ("x".join(map(str, pair)) for pair in window), strict=True)
     layer = " ".join([f"c{p.in_channels}x{p.out_channels} g{p.groups}", *(name + text for name, text in named)])
     device = config.spec.name if config.device.type == "cuda" else config.device.type
-    dtype = str(config.dtype).removeprefix("torch.")
+    dtype = validation.short_name(config.dtype)
     return layer, direction, dtype, config.precision, FORMAT_NAMES[config.memory_format], device
 
 
@@ -87,7 +87,7 @@ def choice_of(name: str, kernels: Iterable[Kernel], config: Config, direction: P
         return None
     kernel = next((one for one in kernels if one.name == entry.kernel), None)
     if kernel is None or kernel.why_not(config, direction) is not None:
-        _log_unused(entry, "its kernel is gone, or cannot serve it")
+        _log_unused(entry.key, entry.kernel, "its kernel is gone, or cannot serve it")
         return None
     tile = kernel.tile(config, direction)
     if Choice(kernel, tile, 0.0).tile_text != entry.tile:
@@ -95,16 +95,15 @@ def choice_of(name: str, kernels: Iterable[Kernel], config: Config, direction: P
         tile = next(others, None)
     if tile is None:
         if size_of(config) == entry.size:
-            _log_unused(entry, "its tile is gone")
+            _log_unused(entry.key, entry.kernel, "its tile is gone")
             return None
         tile = kernel.tile(config, direction)  # a tile's size may follow from the images'
     return Choice(kernel, tile, kernel.expected(config, direction, tile))
 
 
-def _log_unused(entry: Entry, why: str) -> None:
-    if (text := " ".join((*entry.key, entry.kernel, why))) not in _logged:
-        _logged.add(text)
-        log.info("a tuned choice is passed over: %s", text)
+@cache  # so that each is logged once
+def _log_unused(key: Key, kernel: str, why: str) -> None:
+    log.info("a tuned choice is passed over: %s", " ".join((*key, kernel, why)))
 
 
 def take(entries: Iterable[Entry]) -> None:
@@ -182,13 +181,6 @@ def _entry(key: list[str], size: list[int], algorithms: list[str], **others: Any
     if not are_right or len(made.algorithms) != count or min(made.size) < 1:
         raise TypeError(f"not an {made}")
     return made
-
-
-def check(path: Path) -> None:
-    """Raise what :func:`write` to this file would raise, before what is to be written is measured."""
-    if path.exists():
-        read(path)
-    make_writable(path.parent)
 
 
 def write(path: Path, entries: Iterable[Entry]) -> None:

@@ -121,7 +121,7 @@ def tensor(where: str, argument: str, value: object) -> None:
         fail(TypeError, where, argument, "be a torch.Tensor", type(value).__name__)
     if value.layout != torch.strided and value.layout in _SPARSE:
         remedy = f"use {argument}.to_dense()"
-        fail(NotImplementedError, where, argument, "be dense", str(value.layout).removeprefix("torch."), remedy)
+        fail(NotImplementedError, where, argument, "be dense", short_name(value.layout), remedy)
 
 
 def choice(where: str, algorithm: str, algorithms: Sequence[str], precision: str | None, limit: int | None) -> None:
@@ -138,17 +138,12 @@ def choice(where: str, algorithm: str, algorithms: Sequence[str], precision: str
         fail(ValueError, where, "workspace_limit", "be less than 2**63 bytes", limit, "leave it None for 64 MiB")
 
 
-def floating(where: str, argument: str, dtype: torch.dtype, remedy: str = "") -> None:
-    """Raise NotImplementedError if a dtype is neither floating-point nor complex."""
-    if not (dtype.is_floating_point or dtype.is_complex):
-        fail(NotImplementedError, where, argument, "be floating-point", _name(dtype), remedy)
-
-
-def element_type(where: str, dtype: object) -> None:
-    """Raise TypeError if ``dtype`` is no torch.dtype, or NotImplementedError if it is one of integers."""
+def floating(where: str, argument: str, dtype: object, remedy: str = "") -> None:
+    """Raise TypeError if ``dtype`` is no torch.dtype, or NotImplementedError if it is one of integers or bools."""
     if not isinstance(dtype, torch.dtype):
-        fail(TypeError, where, "dtype", "be a torch.dtype", repr(dtype))
-    floating(where, "dtype", dtype)
+        fail(TypeError, where, argument, "be a torch.dtype", repr(dtype))
+    if not (dtype.is_floating_point or dtype.is_complex):
+        fail(NotImplementedError, where, argument, "be floating-point", short_name(dtype), remedy)
 
 
 def same_kind(
@@ -170,8 +165,8 @@ def same_kind(
             rule = f"be on the device of {first_name}, {first.device}"
             fail(RuntimeError, where, name, rule, str(other.device), f"use {name}.to({str(first.device)!r})")
         if dtype_of(other) != dtype_of(first):
-            rule = f"have the dtype of {first_name}, {_name(first.dtype)}"
-            fail(RuntimeError, where, name, rule, _name(other.dtype), "convert one of them, or use torch.autocast")
+            rule = f"have the dtype of {first_name}, {short_name(first.dtype)}"
+            fail(RuntimeError, where, name, rule, short_name(other.dtype), "convert one of them, or use torch.autocast")
 
 
 def parameters(where: str, given: Geometry, kernel_size: Pair) -> None:
@@ -234,7 +229,7 @@ def problem(where: str, input_shape: Sequence[int], weight_shape: Sequence[int],
 
 def made_problem(where: str, made: Problem, dtype: torch.dtype) -> Problem:
     """A user's Problem with ints and pairs in one form, after the checks that a call on tensors of this dtype makes."""
-    element_type(where, dtype)
+    floating(where, "dtype", dtype)
     if not isinstance(made, Problem):
         fail(TypeError, where, "problem", "be a gemmconv.Problem", type(made).__name__)
     values: dict[str, Any] = {
@@ -355,7 +350,7 @@ def module(
     if _any_below(0, kernel_size):
         fail(RuntimeError, where, "kernel_size", f"be at least 0{_ON_ALL[rank]}", kernel_size)
     dtype = torch.get_default_dtype() if dtype is None else dtype
-    element_type(where, dtype)
+    floating(where, "dtype", dtype)
     weight_shape = (made["in_channels"], made["out_channels"] // groups, *kernel_size)
     in_memory(where, "the weight", weight_shape, dtype.itemsize, "have", "use fewer channels or a smaller kernel_size")
     if device is not None:
@@ -425,5 +420,6 @@ def _is_known(condition: bool | torch.SymBool) -> bool:
     return bool(guard_or_false(condition))
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def short_name(value: torch.dtype | torch.layout) -> str:
+    """A dtype's or a layout's name, such as ``float32``."""
+    return str(value).removeprefix("torch.")

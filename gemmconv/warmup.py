@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, as_completed
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, TypeVar
 
 import torch
@@ -76,12 +76,10 @@ def trial(model: nn.Module, inputs: Any, backward: bool) -> Iterator[list[int]]:
 @contextmanager
 def recording(layers: Iterable[nn.Module], record: Callable[..., None]) -> Iterator[None]:
     """A context in which ``record`` gets each call of the layers before it is made: layer, arguments, named ones."""
-    hooks = [one.register_forward_pre_hook(record, with_kwargs=True) for one in layers]
-    try:
+    with ExitStack() as hooks:
+        for one in layers:
+            hooks.enter_context(one.register_forward_pre_hook(record, with_kwargs=True))
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 @contextmanager

@@ -245,14 +245,15 @@ def test_kernels_for_volumes_are_there_to_be_tuned_on_every_gpu(gpu):
 
 def test_torchs_operator_has_no_part_where_it_rounds_otherwise(monkeypatch):
     monkeypatch.setattr(selection, "torch_precision", lambda *_: "tf32")
-    volume = volumes.Volume(PROBLEMS[0], torch.float32, torch.device("cuda", 0), "ieee")
+    volume = volumes.Volume(PROBLEMS[0], torch.float32, torch.device("cuda", 0), "ieee", requested="ieee")
+    follows = volume._replace(requested=None)
     asked = [(one, trains) for one in ("images", "product", "torch") for trains in (False, True)]
-    assert [rank.settled(one, volume, "ieee", trains) for one, trains in asked] == [
+    assert [rank.settled(one, volume, trains) for one, trains in asked] == [
         *("images", "images", "product", "images", "images", "images")
     ]
     for other in (volume._replace(dtype=torch.bfloat16), volume._replace(device=torch.device("cpu"))):
-        assert [rank.settled(one, other, "ieee", trains) for one, trains in asked] == [one for one, _ in asked]
-    assert [rank.settled(one, volume, None, trains) for one, trains in asked] == [one for one, _ in asked]
+        assert [rank.settled(one, other, trains) for one, trains in asked] == [one for one, _ in asked]
+    assert [rank.settled(one, follows, trains) for one, trains in asked] == [one for one, _ in asked]
     config = replace(volume.config(), torch_precision="tf32")
     # A layer whose forward pass is torch's is computed as images then.
     monkeypatch.setattr(volumes, "program_of", lambda *_: None)
@@ -260,9 +261,8 @@ def test_torchs_operator_has_no_part_where_it_rounds_otherwise(monkeypatch):
         volumes._forward(config, ())
     monkeypatch.setattr(rank, "compute", lambda way, *_: way)
     monkeypatch.setattr(volumes, "prepare", lambda *_: "product")
-    options = {"algorithm": "auto", "precision": "ieee", "workspace_limit": None}
-    assert rank.prepare("product", (), volume, options)(None, None, None) == "images"
-    assert rank.prepare("product", (), volume, options | {"precision": None}) == "product"
+    assert rank.prepare("product", (), volume)(None, None, None) == "images"
+    assert rank.prepare("product", (), follows) == "product"
 
 
 @pytest.mark.gpu

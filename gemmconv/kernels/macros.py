@@ -8,6 +8,7 @@ import torch
 
 from gemmconv.geometry import Problem
 from gemmconv.kernels.integers import INT32_MAX
+from gemmconv.validation import short_name
 
 Macros = dict[str, str | int]
 
@@ -24,8 +25,8 @@ def why_not_dtype(dtype: torch.dtype, dtypes: Collection[torch.dtype] = tuple(EL
     """Why kernels for some element types cannot take this one, or None."""
     if dtype in dtypes:
         return None
-    known = ", ".join(_name(one) for one in dtypes)
-    return f"dtype must be one of {known}, got {_name(dtype)}"
+    known = ", ".join(short_name(one) for one in dtypes)
+    return f"dtype must be one of {known}, got {short_name(dtype)}"
 
 
 def named_macros(record: object, names: str) -> Macros:
@@ -58,7 +59,3 @@ def index_macros(elements: int) -> Macros:
 def table(values: Sequence[int]) -> str:
     """The initialiser of an array; never empty, which C++ would not take."""
     return f"{{{','.join(map(str, values or [0]))}}}"
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -91,7 +91,7 @@ def _volume(input: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any)
     call, key = plain.find_call(input, weight, bias, marshal.dumps(("volume", arguments), 2))
     if call is None and key is not None and are_dense(input, weight, bias):
         volume = volumes.volume_of(input, weight, *arguments)
-        call = find_or_make(key, lambda: volumes.prepare((input, weight, bias), volume, arguments[5]))
+        call = find_or_make(key, lambda: volumes.prepare((input, weight, bias), volume))
     return call(input, weight, bias) if call else volumes.OPERATOR(input, weight, bias, *arguments)
 
 

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from gemmconv import flops
 from gemmconv.algorithms.fallback import with_fallback
 from gemmconv.algorithms.gemm_col2im import GemmCol2im
 from gemmconv.device import DeviceSpec, make_current, spec_of
@@ -61,7 +60,8 @@ class Volume(NamedTuple):
     device: torch.device
     precision: Precision  # of float32 products
     last: bool = False  # whether the input or the weight is in channels_last_3d, which the kernel does not take
-    workspace_limit: int | None = None  # bytes of temporary memory of the product; None for the default
+    workspace_limit: int | None = None  # bytes of temporary memory of a call; None for the default
+    requested: Precision | None = None  # the precision that the caller asked for; None follows torch's setting
 
     def config(self, spec: DeviceSpec | None = None) -> Config:
         """Its configuration, on its device or one with other properties; torch.channels_last is channels_last_3d."""
@@ -78,31 +78,16 @@ def is_hopper(device: torch.device) -> bool:
 is_hopper._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compile cannot trace it
 
 
-def conv_transpose3d(
-    input: Tensor, weight: Tensor, bias: Tensor | None, volume: Volume, precision: Precision | None
-) -> Tensor:
-    """The transposed convolution of a batch of contiguous volumes, ``[N, C_in, D, H, W]``, which has been checked.
-
-    Without a precision each call follows torch's setting, in a compiled graph too.
-    """
-    if not torch.compiler.is_compiling():
-        flops.register()
-    output: Tensor = OPERATOR(input, weight, bias, *volume.problem.geometry, precision, volume.workspace_limit)
-    return output
-
-
-def prepare(tensors: Tensors, volume: Volume, precision: Precision | None) -> Call:
+def prepare(tensors: Tensors, volume: Volume) -> Call:
     """Prepare an eager call on tensors of this signature, with an autograd node if it records gradients.
 
-    Args:
-        tensors: input, weight, and bias or None; where autocast is on, it casts them in each call.
-        volume, precision: the call, and the argument of it.
+    ``tensors`` are input, weight, and bias or None; where autocast is on, it casts them in each call.
     """
     config, casts = volume.config(), is_autocasting(volume.device.type)
     needs = required_gradients(*tensors)
     run = _forward(config, tuple(without_data(one, config.dtype) for one in tensors) if casts else tensors)
     if torch.is_grad_enabled() and any(needs):
-        backward = _Backward(config, precision)
+        backward = _Backward(config, volume.requested)
         backward.compile_ahead(needs)
         run = with_node(run, backward, needs)
     if not casts:
@@ -116,11 +101,8 @@ def torch_is_faster(problem: Problem, dtype: torch.dtype, precision: Precision) 
     On an H200 cuDNN was up to 1.3 times as fast for deep layers, and as fast under a stride of 1 where the channels
     fill its tiles; without TF32, and where the kernel equals the stride, it never was.
     """
-    channels = problem.gemm_k, problem.group_out_channels
-    if not is_dense(problem) or problem.is_apart:
-        return False
-    is_float32 = dtype == torch.float32
-    if is_float32 and precision == "ieee":
+    channels, is_float32 = (problem.gemm_k, problem.group_out_channels), dtype == torch.float32
+    if not is_dense(problem) or problem.is_apart or (is_float32 and precision == "ieee"):
         return False
     fill_tiles = all(count % (FEW if is_float32 else FEW // 2) == 0 for count in channels)
     return min(channels) > FEW or (max(problem.stride) == 1 and (fill_tiles or max(channels) > FEW))
@@ -194,19 +176,16 @@ def _compute(input: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any
 
 def volume_of(input: Tensor, weight: Tensor, *arguments: Any) -> Volume:
     *geometry, precision, workspace_limit = (*as_hashable(arguments), None)[:7]  # a call may leave out the last
-    problem = _problem(input.shape, weight.shape, *geometry)
-    rounding = precision or torch_precision(input.dtype, input.device)
-    return Volume(problem, input.dtype, input.device, rounding, workspace_limit=workspace_limit)
-
-
-def _problem(input: Sequence[int], weight: Sequence[int], *geometry: Any) -> Problem:
     stride, padding, output_padding, groups, dilation = geometry
-    sizes: Any = tuple(input[2:]), tuple(weight[2:]), stride, padding, output_padding, dilation
-    return Problem(input[0], input[1], weight[1] * groups, groups, *sizes)
+    (batch, channels, *size), (_, channels_out, *kernel_size) = input.shape, weight.shape
+    sizes: Any = tuple(size), tuple(kernel_size), stride, padding, output_padding, dilation
+    problem = Problem(batch, channels, channels_out * groups, groups, *sizes)
+    rounding = precision or torch_precision(input.dtype, input.device)
+    return Volume(problem, input.dtype, input.device, rounding, False, workspace_limit, precision)
 
 
 def fake(input: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> Tensor:
-    return input.new_empty(_problem(input.shape, weight.shape, *arguments[:5]).output_shape)
+    return input.new_empty(volume_of(input, weight, *arguments).problem.output_shape)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -215,11 +194,12 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-    (input, weight), arguments = ctx.saved_tensors, (*ctx.arguments, None)[:7]  # a call may leave out the last
-    problem, needs = _problem(input.shape, weight.shape, *arguments[:5]), ctx.needs_input_grad[:3]
+    (input, weight), needs = ctx.saved_tensors, ctx.needs_input_grad[:3]
+    volume = volume_of(input, weight, *ctx.arguments)
+    problem, options = volume.problem, (volume.requested, volume.workspace_limit)
     others, is_first_order = [None] * len(ctx.arguments), not torch.is_grad_enabled() and not transforms_active()
     if is_first_order and grad_output.is_cuda and has_own_gradients(problem):
-        found = GRADS_OPERATOR(grad_output, input, weight, *arguments, list(needs))
+        found = GRADS_OPERATOR(grad_output, input, weight, *problem.geometry, *options, list(needs))
         return *(one if need else None for one, need in zip(found, needs, strict=True)), *others
     return *_torchs_gradients(grad_output, input, weight, problem, needs), *others
 

@@ -21,6 +21,7 @@ from gemmconv.kernels.base import FORMAT_NAMES, Config, Pass
 from gemmconv.kernels.cpu.correlation import table_of
 from gemmconv.kernels.cpu.library import isa_name, kernels_for
 from gemmconv.kernels.integers import up_to_multiple
+from gemmconv.validation import short_name
 
 _ROWS = Path(__file__).with_name("speedup.json")
 # Layers for which the rule was most wrong are left to torch: depthwise layers with few taps or short rows, whose planes
@@ -107,7 +108,7 @@ def sizes(config: Config, direction: Pass) -> dict[str, float]:
 
 def key_of(config: Config, direction: Pass) -> str:
     """The name of the row of coefficients."""
-    return f"{isa_name()} {direction} {FORMAT_NAMES[config.memory_format]} {str(config.dtype).removeprefix('torch.')}"
+    return f"{isa_name()} {direction} {FORMAT_NAMES[config.memory_format]} {short_name(config.dtype)}"
 
 
 @cache
