@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 
@@ -101,8 +100,15 @@ def compile_followers(position: int, module: Any, tensors: Tensors) -> None:
         chain.input_shape, chain.compilations = shape, count
         recorded, cast = torch.is_grad_enabled(), torch.get_autocast_dtype("cuda") if is_autocasting("cuda") else None
         call = tuple(_without_data(module, one, recorded, cast) for one in tensors), module._arguments_and_key()[0]
-        guesses = partial(_guess_calls, chain, shape, position if is_first else None, call, recorded, cast)
-        bind.in_background(partial(_compile_guesses, guesses, recorded, cast))
+        guesses = _guess_calls(chain, shape, position if is_first else None, call, recorded, cast)
+
+        def compile_guesses() -> None:
+            calls: list[Call] = []
+            with suppress(Exception):  # a module is gone, or cannot be called with this input
+                calls.extend(guesses)
+            compile_calls(calls, recorded, None if cast is None else torch.float32)
+
+        bind.in_background(compile_guesses)
 
 
 def _forget_if_wrong(module: nn.Module, shape: torch.Size) -> None:
@@ -125,13 +131,6 @@ def compile_calls(calls: Sequence[Call], backward: bool, dtype: torch.dtype | No
     chosen = [compile_forward_ahead(*call) for call in calls]
     chosen += [compile_backward_ahead(*call, dtype) for call in recorded]
     return [future for future in chosen if future is not None]
-
-
-def _compile_guesses(guesses: Callable[[], Iterator[Call]], recorded: bool, cast: torch.dtype | None) -> None:
-    calls: list[Call] = []
-    with suppress(Exception):  # a module is gone, or cannot be called with this input
-        calls.extend(guesses())
-    compile_calls(calls, recorded, None if cast is None else torch.float32)
 
 
 def _guess_calls(
