@@ -259,9 +259,7 @@ class _Backward(NamedTuple):
         weight = grad.new_empty(p.weight_shape) if weight is None else weight
         return _torchs_gradients(grad, input, weight, p, needs)
 
-    def prepare(
-        self, grad: Tensor, input: Any, weight: Any, needs: Needs, dtype: torch.dtype | None = None
-    ) -> Callable[..., Gradients]:
+    def prepare(self, grad: Tensor, input: Any, weight: Any, needs: Needs) -> Callable[..., Gradients]:
         """Prepare a call that computes the gradients from tensors of these strides."""
         rounding = self.precision or torch_precision(self.config.dtype, self.config.device)
         config, (direction, tensors) = replace(self.config, precision=rounding), needed_pass(grad, input, weight, needs)
