@@ -160,16 +160,13 @@ def _pair_on_other_gpus(config: Config, weight_config: Config, able: tuple[Algor
 
     Whether they are is estimated as on Hopper, which was measured; which of ours is taken, by estimates for this GPU.
     """
-    pair_of_torch = Gradients(NATIVE, NATIVE, at_once=True)
-    ours = tuple(one for one in able if one is not NATIVE)
-    if not ours:
-        return pair_of_torch
-    as_measured = on_measured_gpu(config), on_measured_gpu(weight_config)  # with the capability of the GPU at hand
-    seconds_of_torch = Seconds(NATIVE.grads_estimate(*as_measured), NATIVE.host_seconds(as_measured[0], "grads"))
-    is_faster = _fastest_pair(*as_measured, ours)[0].waited < clearly_below(config, seconds_of_torch)
-    if NATIVE in able and not is_faster:
-        return pair_of_torch
-    return _fastest_pair(config, weight_config, ours)[1]
+    if ours := tuple(one for one in able if one is not NATIVE):
+        as_measured = on_measured_gpu(config), on_measured_gpu(weight_config)  # with the capability of the GPU at hand
+        seconds_of_torch = Seconds(NATIVE.grads_estimate(*as_measured), NATIVE.host_seconds(as_measured[0], "grads"))
+        is_faster = _fastest_pair(*as_measured, ours)[0].waited < clearly_below(config, seconds_of_torch)
+        if is_faster or NATIVE not in able:
+            return _fastest_pair(config, weight_config, ours)[1]
+    return Gradients(NATIVE, NATIVE, at_once=True)
 
 
 @lru_cache(maxsize=1024)
