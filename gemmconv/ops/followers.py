@@ -145,7 +145,8 @@ def _guess_calls(
     known = chain.followers.copy()
     for i in range(_MOST_GUESSES if position is not None else len(known)):
         module: Any = known[i]() if position is None else _unguessed[position + 1 + i]
-        weight, bias = _find_tensor(module, "weight"), _find_tensor(module, "bias")
+        # None for a tensor that a parametrization computes, which may change its state each time.
+        weight, bias = (module._parameters.get(name, vars(module).get(name)) for name in ("weight", "bias"))
         if weight.dim() != chain.axes + 2:  # a layer of another rank is called with other outputs than these
             continue
         if module.in_channels > 2 * problem.out_channels:  # with so many channels it is another network's
@@ -166,11 +167,6 @@ def _guess_calls(
             chain.followers.append(ref(module))
         _guesses[module] = _Guess(chain, chain_shape, input.shape)
         yield tensors, arguments
-
-
-def _find_tensor(module: nn.Module, name: str) -> Any:
-    """A module's tensor; None where a parametrization computes it, which may change its state each time."""
-    return module._parameters.get(name, vars(module).get(name))
 
 
 def _without_data(module: Any, tensor: Any, recorded: bool, cast: torch.dtype | None) -> Any:
