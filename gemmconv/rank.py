@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, unflatten  # the method of this name is not compiled where there is a default device
 from torch.autograd import forward_ad
 
-from gemmconv import arrays, tuned, validation
+from gemmconv import arrays, flops, tuned, validation
 from gemmconv.device import DeviceSpec
 from gemmconv.dispatch import (
     are_dense,
@@ -220,7 +220,10 @@ def compute(way: Way, tensors: Tensors, volume: Volume, options: dict[str, Any])
     # Autocast may have cast the input before. Slices are then copied in fewer bytes.
     input, weight, bias = input.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     if way == "product":
-        return volumes.conv_transpose3d(input, weight, bias, volume, precision)
+        if not torch.compiler.is_compiling():
+            flops.register()
+        # Without a precision each call follows torch's setting, in a compiled graph too.
+        return volumes.OPERATOR(input, weight, bias, *problem.geometry, precision, volume.workspace_limit)
     return _as_images(input, weight, bias, problem, volume.last, options)
 
 

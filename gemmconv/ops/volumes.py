@@ -16,7 +16,6 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from gemmconv import flops
 from gemmconv.algorithms.fallback import with_fallback
 from gemmconv.algorithms.gemm_col2im import GemmCol2im
 from gemmconv.device import DeviceSpec, make_current, spec_of
@@ -76,19 +75,6 @@ def is_hopper(device: torch.device) -> bool:
 
 
 is_hopper._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compile cannot trace it
-
-
-def conv_transpose3d(
-    input: Tensor, weight: Tensor, bias: Tensor | None, volume: Volume, precision: Precision | None
-) -> Tensor:
-    """The transposed convolution of a batch of contiguous volumes, ``[N, C_in, D, H, W]``, which has been checked.
-
-    Without a precision each call follows torch's setting, in a compiled graph too.
-    """
-    if not torch.compiler.is_compiling():
-        flops.register()
-    output: Tensor = OPERATOR(input, weight, bias, *volume.problem.geometry, precision, volume.workspace_limit)
-    return output
 
 
 def prepare(tensors: Tensors, volume: Volume, precision: Precision | None) -> Call:
@@ -188,8 +174,7 @@ def _compute(input: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any
     volume, tensors = volume_of(input, weight, *arguments), (input, weight, bias)
     with make_current(input.device):
         key = volume, *map(tensor_signature, tensors)
-        output: Tensor = find_or_make(key, lambda: _forward(volume.config(), tensors))(*tensors)
-        return output
+        return find_or_make(key, lambda: _forward(volume.config(), tensors))(*tensors)
 
 
 def volume_of(input: Tensor, weight: Tensor, *arguments: Any) -> Volume:
@@ -242,8 +227,7 @@ def _fake_gradients(grad: Tensor, input: Tensor, weight: Tensor, *arguments: Any
 
 def _torchs_gradients(grad: Tensor, input: Tensor, weight: Tensor, p: Problem, needs: Sequence[bool]) -> Gradients:
     by = [p.out_channels], p.stride, p.padding, p.dilation, True, p.output_padding, p.groups, list(needs)
-    found: Gradients = torch.ops.aten.convolution_backward(grad, input, weight, *by)
-    return found
+    return torch.ops.aten.convolution_backward(grad, input, weight, *by)
 
 
 class _Backward(NamedTuple):
