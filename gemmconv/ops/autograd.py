@@ -262,10 +262,9 @@ def _rules_of_one_gradient(operator: Callable[..., Tensor]) -> Rules:
 
 
 def _grads_setup(ctx: Any, inputs: Arguments, output: tuple[Tensor, Tensor]) -> None:
-    grad_output, input, weight, *options = inputs
+    grad_output, input, weight, *ctx.options = inputs
     ctx.save_for_backward(grad_output, input, weight)
     ctx.save_for_forward(grad_output, input, weight)
-    ctx.options = options
     ctx.set_materialize_grads(False)  # often one of the two is not differentiated
 
 
@@ -360,7 +359,7 @@ def _differentiable(operator: Callable[..., Any], rules: Rules) -> type[torch.au
 
     class Function(torch.autograd.Function):
         generate_vmap_rule = True
-        backward, jvp = staticmethod(gradient), staticmethod(tangent)
+        backward, jvp = staticmethod(_on_plain_tensors(gradient)), staticmethod(_on_plain_tensors(tangent))
 
         @staticmethod
         def forward(*inputs: Any) -> Any:
@@ -400,7 +399,6 @@ _RULES: dict[str, Rules] = {
     "im2col": (_fold_setup, _im2col_backward, _tangent_of_fold(im2col)),
     "col2im": (_fold_setup, _col2im_backward, _tangent_of_fold(col2im)),
 }
-for _name, (_setup, _gradient, _tangent) in _RULES.items():
-    _rules = _setup, _on_plain_tensors(_gradient), _on_plain_tensors(_tangent)
+for _name, _rules in _RULES.items():
     _TRANSFORMABLE[_name] = _differentiable(OPERATORS[_name], _rules)
     register(_name, _with_gradient(OPERATORS[_name], _TRANSFORMABLE[_name]), "Autograd")
