@@ -76,7 +76,7 @@ def _gradient(direction: Pass) -> Callable[..., Any]:
     def gradient(*inputs: Any) -> Any:
         tensors, arguments = inputs[:count], inputs[count:]
         key = gradient_signature(*tensors, *missing, (direction, marshal.dumps(arguments, 2)))
-        call: Callable[..., Any] | None = entries.get(key)
+        call = entries.get(key)
         if call is None and key is not None and are_dense(*tensors):
             call = find_or_make(key, lambda: prepare_call(direction, *split_arguments(where, inputs)))
         return call(*tensors) if call else OPERATORS[where](*inputs)
