@@ -143,7 +143,9 @@ def _lower() -> None:
                 return by_default(*inputs)  # torch 2.13 cannot compare strides of three dynamic sizes
             inputs, _ = as_traced(node, *inputs)
             if not V.graph.cpp_wrapper:
-                _compile_volume_ahead(inputs)
+                with suppress(Exception):  # as in _compile_ahead
+                    tensors: Any = (None if one is None else _without_data(one, inputs[0]) for one in inputs[:3])
+                    volumes.compile_forward_ahead(*tensors, *inputs[3:])
             return ir.TensorBox.create(Served.create(of_volumes, *inputs))
 
         of_volumes = volumes.OPERATOR._opoverload
@@ -187,13 +189,6 @@ def _compile_ahead(direction: Pass, inputs: Arguments, convention: Convention | 
         tensors: Tensors = tuple(None if one is None else _without_data(one, nodes[0]) for one in nodes)
         key = direction, repr((sizes, options)), convention
         compile_in_background(key, tensors, lambda *of: launches_of(direction, of, sizes, options, convention))
-
-
-def _compile_volume_ahead(inputs: Arguments) -> None:
-    """Compile in the background what a call on a volume will launch, if all sizes are known."""
-    with suppress(Exception):  # as above
-        tensors: Any = (None if one is None else _without_data(one, inputs[0]) for one in inputs[:3])
-        volumes.compile_forward_ahead(*tensors, *inputs[3:])
 
 
 def _without_data(node: Any, first: Any) -> WithoutData:
