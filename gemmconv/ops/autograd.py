@@ -152,8 +152,8 @@ class Backward(NamedTuple):
         return direction, tensors, size, self.options, Convention(strides, of_bias, self.parameter_dtype)
 
 
-def needed_pass(grad: Tensor, input: Any, weight: Any, needs: Needs) -> tuple[Pass, Tensors]:
-    """The pass that computes the needed gradients of input and weight, of which there is one, and its tensors."""
+def needed_pass(grad: Any, input: Any, weight: Any, needs: Needs) -> tuple[Pass, Tensors]:
+    """The pass that computes the needed gradients of input and weight, and its tensors, or what is given for them."""
     of_input, of_weight, _ = needs
     if of_input and of_weight:
         return "grads", (grad, input, weight)

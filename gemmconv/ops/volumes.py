@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -247,26 +247,21 @@ class _Backward(NamedTuple):
         """Prepare a call that computes the gradients from tensors of these strides."""
         rounding = self.precision or torch_precision(self.config.dtype, self.config.device)
         config, (direction, tensors) = replace(self.config, precision=rounding), needed_pass(grad, input, weight, needs)
-
-        def torchs() -> Callable[..., Gradients]:
-            return lambda grad, input, weight: self(grad, input, weight, needs)
+        by_torch: Callable[..., Gradients] = partial(self.__call__, needs=needs)
 
         def ours() -> Callable[..., Gradients]:
             convention = Convention(with_bias_grad=needs[2])
             return of_all(prepare_gradient(direction, _GEMM_COL2IM, config, tensors, convention), needs)
 
-        return with_fallback(config.device, ours, torchs) if gradients_are_ours(config, needs) else torchs()
+        return with_fallback(config.device, ours, lambda: by_torch) if gradients_are_ours(config, needs) else by_torch
 
     def compile_ahead(self, needs: Needs) -> None:
         """Compile in the background what the backward pass launches, while the forward pass's kernels compile, too."""
         config, p = self.config, self.config.problem
         if not gradients_are_ours(config, needs):
             return
-        grad, input, weight = (
-            WithoutData.of(shape, strides_of(shape, _NCHW), config.dtype, config.device)
-            for shape in (p.output_shape, p.input_shape, p.weight_shape)
-        )
-        direction, tensors = needed_pass(grad, input, weight, needs)
+        direction, shapes = needed_pass(p.output_shape, p.input_shape, p.weight_shape, needs)
+        tensors = tuple(WithoutData.of(of, strides_of(of, _NCHW), config.dtype, config.device) for of in shapes)
 
         def list_launches(*tensors: Any) -> list[Launch]:
             of_bias = bias_grad_program(tensors[0]) if needs[2] else None
