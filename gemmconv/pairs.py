@@ -8,8 +8,8 @@
     CPU         one_by_one                what selection.choose gives for each gradient alone
 
 For a named algorithm, and on a GPU for which no kernels can be compiled, one_by_one is used too. If it gives the same
-algorithm twice, one call computes both gradients if that is estimated to be faster than two calls. For torch's operator
-one call is always used, unless it must be deterministic.
+algorithm twice, one call computes both gradients: of torch's operator always, of another if that is estimated to be
+faster than two calls.
 
 An example on an H200: input ``[32, 256, 16, 16]``, float16 in NCHW, 128 output channels, kernel 4, stride 2, padding 1.
 Estimated device times in microseconds, by algorithm; :class:`gemmconv.selection.Seconds` says how host times count:
@@ -112,10 +112,8 @@ def choose_pair(config: Config, weight_config: Config, requested: str, where: st
     algorithm = pair.input_grad
     if algorithm is not pair.weight_grad:
         return pair
-    # torch's operator computes both in one call, unless its kernels are limited to deterministic ones. An algorithm of
-    # ours does if one call is estimated to be faster than two.
-    is_call_of_torch = algorithm is NATIVE and not config.deterministic
-    return pair._replace(at_once=is_call_of_torch or _fastest_pair(config, weight_config, (algorithm,))[1].at_once)
+    at_once = algorithm is NATIVE or _fastest_pair(config, weight_config, (algorithm,))[1].at_once
+    return pair._replace(at_once=at_once)
 
 
 def _tuned_pair(config: Config, weight_config: Config) -> Gradients | None:
@@ -162,16 +160,13 @@ def _pair_on_other_gpus(config: Config, weight_config: Config, able: tuple[Algor
 
     Whether they are is estimated as on Hopper, which was measured; which of ours is taken, by estimates for this GPU.
     """
-    pair_of_torch = Gradients(NATIVE, NATIVE, at_once=True)
-    ours = tuple(one for one in able if one is not NATIVE)
-    if not ours:
-        return pair_of_torch
-    as_measured = on_measured_gpu(config), on_measured_gpu(weight_config)  # with the capability of the GPU at hand
-    seconds_of_torch = Seconds(NATIVE.grads_estimate(*as_measured), NATIVE.host_seconds(as_measured[0], "grads"))
-    is_faster = _fastest_pair(*as_measured, ours)[0].waited < clearly_below(config, seconds_of_torch)
-    if NATIVE in able and not is_faster:
-        return pair_of_torch
-    return _fastest_pair(config, weight_config, ours)[1]
+    if ours := tuple(one for one in able if one is not NATIVE):
+        as_measured = on_measured_gpu(config), on_measured_gpu(weight_config)  # with the capability of the GPU at hand
+        seconds_of_torch = Seconds(NATIVE.grads_estimate(*as_measured), NATIVE.host_seconds(as_measured[0], "grads"))
+        is_faster = _fastest_pair(*as_measured, ours)[0].waited < clearly_below(config, seconds_of_torch)
+        if is_faster or NATIVE not in able:
+            return _fastest_pair(config, weight_config, ours)[1]
+    return Gradients(NATIVE, NATIVE, at_once=True)
 
 
 @lru_cache(maxsize=1024)

@@ -216,13 +216,12 @@ def compute(way: Way, tensors: Tensors, volume: Volume, algorithm: str) -> Tenso
         return torch.conv_transpose3d(input, weight, bias, *geometry)
     # Autocast may have cast the input before. Slices are then copied in fewer bytes.
     input, weight, bias = input.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    if way == "images":
-        return _as_images(input, weight, bias, volume, algorithm)
-    if not torch.compiler.is_compiling():
-        flops.register()
-    # What is requested may be None: then each call follows torch's setting, in a compiled graph too.
-    output: Tensor = volumes.OPERATOR(input, weight, bias, *geometry, volume.requested, volume.workspace_limit)
-    return output
+    if way == "product":
+        if not torch.compiler.is_compiling():
+            flops.register()
+        # What is requested may be None: then each call follows torch's setting, in a compiled graph too.
+        return volumes.OPERATOR(input, weight, bias, *geometry, volume.requested, volume.workspace_limit)
+    return _as_images(input, weight, bias, volume, algorithm)
 
 
 def image_problems(problem: Problem) -> list[Problem]:

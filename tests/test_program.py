@@ -21,11 +21,11 @@ from gemmconv.kernels.program import (
     Program,
     TensorMapSpec,
     Zero,
-    one_after_the_other,
+    concatenate,
 )
 from gemmconv.ops.configs import Convention
 from gemmconv.ops.gradients import prepare_gradients
-from gemmconv.ops.pass_programs import concatenate, gradient_programs
+from gemmconv.ops.pass_programs import gradient_programs
 from gemmconv.pairs import Gradients
 from gemmconv.selection import NATIVE
 from tests import emulator, reference
@@ -61,7 +61,8 @@ def test_params_have_as_many_values_as_names():
         list(launch.fields)
 
 
-def test_a_program_can_return_zeros_of_the_strides_that_they_promise():
+def test_a_program_can_return_zeros_of_the_strides_that_they_promise(monkeypatch):
+    monkeypatch.setattr(bind.launch, "clear", lambda address, size, device: ctypes.memset(address, 0, size))
     output = Output("output", (2, 3, 4, 5), (60, 1, 15, 3))
     call = Program(torch.float32, (Operand("input", None),), (output,), (Zero("output", 480),)).prepare(
         torch.device("cpu")
@@ -186,13 +187,11 @@ def test_programs_one_after_the_other_share_operands_of_one_form_alone():
     )
     other = Operand("input", torch.channels_last, argument="g")
     second = Program(torch.float32, (other,), (Output("z", (1,), (1,)),), (Zero("input", 4), Zero("s", 8)), {"s": 8})
-    both = one_after_the_other(("g",), first, second)
+    both = concatenate(first, second, ("g",))
     assert [operand.name for operand in both.operands] == ["input", "input_2"]
     assert both.arguments == ("g",)
     assert both.steps == (Zero("input", 4), Zero("input_2", 4), Zero("s_2", 8))
     assert both.scratch == {"s": 4, "s_2": 8}
-    alike = one_after_the_other(
-        ("g",), first, replace(first, operands=(Operand("g", None, 16),), steps=(Zero("g", 4),))
-    )
+    alike = concatenate(first, replace(first, operands=(Operand("g", None, 16),), steps=(Zero("g", 4),)), ("g",))
     assert alike.operands == (Operand("input", None, 16, argument="g"),)
     assert alike.steps == (Zero("input", 4), Zero("input", 4))

@@ -277,18 +277,20 @@ class Program:
         return "\n".join((head, *(f"  {step}" for step in self.steps)))
 
 
-def one_after_the_other(arguments: Sequence[str], first: Program, second: Program) -> Program:
-    """A program with the steps and outputs of two. If both need an argument in the same form, it is converted once.
+def concatenate(earlier: Program, later: Program, arguments: Sequence[str]) -> Program:
+    """One program of the steps of both; it returns the outputs of ``later``, then those of ``earlier``.
 
-    Its call takes ``arguments`` in this order. The outputs of both programs must have different names.
+    Its call takes ``arguments`` in this order. If both programs need one of them in the same form, it is converted
+    once. The outputs of both must have different names. The workspace of ``earlier`` shares memory with the outputs of
+    ``later``: see gemmconv/kernels/bind.py.
 
-    An example: the first gathers from "input", its name for the argument grad_output, into "output". The second reads
-    "grad_output" and "input", both by their own names. Each needs grad_output in NCHW. The second's steps then read
-    "input" where they read "grad_output", and "input_2" where they read "input".
+    An example: the earlier one gathers from "input", its name for the argument grad_output, into "output". The later
+    one reads "grad_output" and "input", both by their own names. Both need grad_output in NCHW. So the later one's
+    steps now read "input" where they read "grad_output", and "input_2" where they read "input".
     """
-    operands = {(one.given_as, one.form, one.row_padding): one for one in first.operands}
+    operands = {(one.given_as, one.form, one.row_padding): one for one in earlier.operands}
     names: dict[str, str] = {}
-    for one in second.operands:
+    for one in later.operands:
         key = one.given_as, one.form, one.row_padding
         if (same := operands.get(key)) is not None:
             names[one.name] = same.name
@@ -296,14 +298,14 @@ def one_after_the_other(arguments: Sequence[str], first: Program, second: Progra
         else:
             names[one.name] = f"{one.name}_2" if any(one.name == x.name for x in operands.values()) else one.name
             operands[key] = replace(one, name=names[one.name], argument=one.given_as)
-    names |= {name: f"{name}_2" if name in first.scratch else name for name in second.scratch}
+    names |= {name: f"{name}_2" if name in earlier.scratch else name for name in later.scratch}
     ordered = sorted(operands.values(), key=lambda one: arguments.index(one.given_as))
     return Program(
-        first.dtype,
+        earlier.dtype,
         tuple(ordered),
-        (*first.outputs, *second.outputs),
-        (*first.steps, *(step.renamed(names) for step in second.steps)),
-        {**first.scratch, **{names[name]: size for name, size in second.scratch.items()}},
+        (*later.outputs, *earlier.outputs),
+        (*earlier.steps, *(step.renamed(names) for step in later.steps)),
+        {**earlier.scratch, **{names[name]: size for name, size in later.scratch.items()}},
     )
 
 

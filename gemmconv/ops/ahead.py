@@ -72,8 +72,7 @@ def compile_in_background(
 
     if device.type != "cuda":
         return None
-    future: Future[Any] | None = find_or_make(("ahead", *key, *map(tensor_signature, tensors)), compile)
-    return future
+    return find_or_make(("ahead", *key, *map(tensor_signature, tensors)), compile)
 
 
 def compile_forward_ahead(tensors: Tensors, arguments: Arguments) -> Future[Any] | None:

@@ -101,15 +101,16 @@ class Backward(NamedTuple):
     # each step.
     weight_strides: tuple[int, ...] | None
     options: Arguments  # arguments of the operator after its tensors
+    parameter_dtype: torch.dtype | None = None  # dtype of the weight's and the bias's gradient, if not grad_output's
 
     @classmethod
-    def of(cls, tensors: Tensors, options: Arguments) -> Backward:
+    def of(cls, tensors: Tensors, options: Arguments, parameter_dtype: torch.dtype | None = None) -> Backward:
         """The backward pass of a call of conv_transpose2d."""
         input, weight = tensors[:2]
         dense = not torch._C._are_functorch_transforms_active() and (
             weight.is_contiguous() or weight.is_contiguous(memory_format=torch.channels_last)
         )
-        return cls(input.shape[2:], weight.shape, weight.stride() if dense else None, options)
+        return cls(input.shape[2:], weight.shape, weight.stride() if dense else None, options, parameter_dtype)
 
     def __call__(self, grad: Tensor, input: Any, weight: Any, needs: Needs) -> Gradients:
         """Compute the gradients that are needed, by operators, so that they can be differentiated in turn."""
@@ -129,20 +130,15 @@ class Backward(NamedTuple):
         is_plain = is_plain and not torch.compiler.is_compiling() and are_dense(grad)
         return grad_input, grad_weight, bias_gradient(grad) if is_plain else grad.sum((0, 2, 3))
 
-    def prepare(
-        self, grad: Tensor, input: Any, weight: Any, needs: Needs, dtype: torch.dtype | None = None
-    ) -> Callable[..., Gradients]:
-        """Prepare a call that computes the gradients from tensors of these strides without the dispatcher.
-
-        ``dtype`` is the dtype of the weight's and the bias's gradient, if it is not that of ``grad``.
-        """
+    def prepare(self, grad: Tensor, input: Any, weight: Any, needs: Needs) -> Callable[..., Gradients]:
+        """Prepare a call that computes the gradients from tensors of these strides without the dispatcher."""
         of_input, of_weight, of_bias = needs
         if not (of_input or of_weight):
             return lambda grad, input, weight: (None, None, bias_gradient(grad) if of_bias else None)
-        return of_all(prepare_call(*self.operator_call(grad, input, weight, needs, dtype)), needs)
+        return of_all(prepare_call(*self.operator_call(grad, input, weight, needs)), needs)
 
     def operator_call(
-        self, grad: Tensor, input: Any, weight: Any, needs: Needs, dtype: torch.dtype | None
+        self, grad: Tensor, input: Any, weight: Any, needs: Needs
     ) -> tuple[Pass, Tensors, Any, Arguments, Convention]:
         """The arguments of :func:`prepare_call` for the operator that computes the needed gradients.
 
@@ -153,11 +149,11 @@ class Backward(NamedTuple):
         strides = self.weight_strides if of_weight and not is_contiguous else None
         direction, tensors = needed_pass(grad, input, weight, needs)
         size = {"input_grad": tuple(self.input_size), "weight_grad": tuple(self.weight_shape[2:])}.get(direction)
-        return direction, tensors, size, self.options, Convention(strides, of_bias, dtype)
+        return direction, tensors, size, self.options, Convention(strides, of_bias, self.parameter_dtype)
 
 
-def needed_pass(grad: Tensor, input: Any, weight: Any, needs: Needs) -> tuple[Pass, Tensors]:
-    """The pass that computes the needed gradients of input and weight, of which there is one, and its tensors."""
+def needed_pass(grad: Any, input: Any, weight: Any, needs: Needs) -> tuple[Pass, Tensors]:
+    """The pass that computes the needed gradients of input and weight, and its tensors, or what is given for them."""
     of_input, of_weight, _ = needs
     if of_input and of_weight:
         return "grads", (grad, input, weight)
@@ -195,7 +191,7 @@ def compile_backward_ahead(
         problem = checked_problem("conv_transpose2d", tensors, None, options)
         strides = strides_of(problem.output_shape, memory_format(input, weight))
         grad = WithoutData.of(problem.output_shape, strides, input.dtype, input.device)
-        return launches_of(*Backward.of(tensors, options).operator_call(grad, input, weight, needs, dtype))
+        return launches_of(*Backward.of(tensors, options, dtype).operator_call(grad, input, weight, needs))
 
     return compile_in_background(("backward", needs, repr(options), dtype), tensors, list_launches)
 
@@ -266,10 +262,9 @@ def _rules_of_one_gradient(operator: Callable[..., Tensor]) -> Rules:
 
 
 def _grads_setup(ctx: Any, inputs: Arguments, output: tuple[Tensor, Tensor]) -> None:
-    grad_output, input, weight, *options = inputs
+    grad_output, input, weight, *ctx.options = inputs
     ctx.save_for_backward(grad_output, input, weight)
     ctx.save_for_forward(grad_output, input, weight)
-    ctx.options = options
     ctx.set_materialize_grads(False)  # often one of the two is not differentiated
 
 
@@ -364,7 +359,7 @@ def _differentiable(operator: Callable[..., Any], rules: Rules) -> type[torch.au
 
     class Function(torch.autograd.Function):
         generate_vmap_rule = True
-        backward, jvp = staticmethod(gradient), staticmethod(tangent)
+        backward, jvp = staticmethod(_on_plain_tensors(gradient)), staticmethod(_on_plain_tensors(tangent))
 
         @staticmethod
         def forward(*inputs: Any) -> Any:
@@ -404,7 +399,6 @@ _RULES: dict[str, Rules] = {
     "im2col": (_fold_setup, _im2col_backward, _tangent_of_fold(im2col)),
     "col2im": (_fold_setup, _col2im_backward, _tangent_of_fold(col2im)),
 }
-for _name, (_setup, _gradient, _tangent) in _RULES.items():
-    _rules = _setup, _on_plain_tensors(_gradient), _on_plain_tensors(_tangent)
+for _name, _rules in _RULES.items():
     _TRANSFORMABLE[_name] = _differentiable(OPERATORS[_name], _rules)
     register(_name, _with_gradient(OPERATORS[_name], _TRANSFORMABLE[_name]), "Autograd")

@@ -44,9 +44,6 @@ from gemmconv.ops.signatures import gradient_signature
 
 _CASTING, _CASTS = "conv_transpose2d_casting", Convention(parameter_dtype=torch.float32)
 
-# Number of an operator's first arguments that are images.
-_IMAGES: dict[Pass, int] = {"forward": 1, "input_grad": 1, "weight_grad": 2, "grads": 2}
-
 
 # Calls of generated code. The operators serve those that are not plain: a profiler or a mode is on, or gradients of a
 # gradient are recorded.
@@ -79,7 +76,7 @@ def _gradient(direction: Pass) -> Callable[..., Any]:
     def gradient(*inputs: Any) -> Any:
         tensors, arguments = inputs[:count], inputs[count:]
         key = gradient_signature(*tensors, *missing, (direction, marshal.dumps(arguments, 2)))
-        call: Callable[..., Any] | None = entries.get(key)
+        call = entries.get(key)
         if call is None and key is not None and are_dense(*tensors):
             call = find_or_make(key, lambda: prepare_call(direction, *split_arguments(where, inputs)))
         return call(*tensors) if call else OPERATORS[where](*inputs)
@@ -119,9 +116,9 @@ def _lower() -> None:
                 if not V.graph.cpp_wrapper:  # cached code may run with a gemmconv without ``served``
                     self.python_kernel_name = f"getattr({name}, 'served', {name})"
 
-        def lower(direction: Pass, *inputs: Any, operator: Any = None, convention: Convention | None = None) -> Any:
-            node, images = V.graph.current_node, _IMAGES[direction]
-            operator = operator or OPERATORS[operator_name(direction)]
+        def lower(direction: Pass, *inputs: Any, casts: bool = False) -> Any:
+            node, operator = V.graph.current_node, OPERATORS[_CASTING if casts else operator_name(direction)]
+            images = 2 if direction in ("weight_grad", "grads") else 1  # first arguments that are images
             in_last = images if V.graph.layout_opt and _have_fixed_sizes(node.args[:images]) else 0
             last = [as_channels_last(one) for one in inputs[:in_last]]
             others, _ = as_traced(node, *[None] * in_last, *inputs[in_last:])
@@ -129,14 +126,13 @@ def _lower() -> None:
             inputs = *last, *others[in_last:], *defaults
             made = Served.create(operator, *inputs)
             if not V.graph.cpp_wrapper:  # code in C++ may be for another process
-                _compile_ahead(direction, inputs, convention)
+                _compile_ahead(direction, inputs, _CASTS if casts else None)
             return torch.utils._pytree.tree_map_only(ir.IRNode, ir.TensorBox.create, made)
 
         def lower_forward(*inputs: Any) -> Any:
             node = V.graph.current_node
             if uncast := _find_all_uncast(node.args[1:3], V.graph):
-                casting = {"operator": OPERATORS[_CASTING], "convention": _CASTS}
-                return lower("forward", inputs[0], *uncast, *inputs[3:], **casting)
+                return lower("forward", inputs[0], *uncast, *inputs[3:], casts=True)
             if len(inputs) < 3 or not is_better_added_after(inputs[2], node.users):
                 return lower("forward", *inputs)
             return add(lower("forward", *inputs[:2], None, *inputs[3:]), view(inputs[2], [-1, 1, 1]))
@@ -147,7 +143,9 @@ def _lower() -> None:
                 return by_default(*inputs)  # torch 2.13 cannot compare strides of three dynamic sizes
             inputs, _ = as_traced(node, *inputs)
             if not V.graph.cpp_wrapper:
-                _compile_volume_ahead(inputs)
+                with suppress(Exception):  # as in _compile_ahead
+                    tensors: Any = (None if one is None else _without_data(one, inputs[0]) for one in inputs[:3])
+                    volumes.compile_forward_ahead(*tensors, *inputs[3:])
             return ir.TensorBox.create(Served.create(of_volumes, *inputs))
 
         of_volumes = volumes.OPERATOR._opoverload
@@ -191,13 +189,6 @@ def _compile_ahead(direction: Pass, inputs: Arguments, convention: Convention | 
         tensors: Tensors = tuple(None if one is None else _without_data(one, nodes[0]) for one in nodes)
         key = direction, repr((sizes, options)), convention
         compile_in_background(key, tensors, lambda *of: launches_of(direction, of, sizes, options, convention))
-
-
-def _compile_volume_ahead(inputs: Arguments) -> None:
-    """Compile in the background what a call on a volume will launch, if all sizes are known."""
-    with suppress(Exception):  # as above
-        tensors: Any = (None if one is None else _without_data(one, inputs[0]) for one in inputs[:3])
-        volumes.compile_forward_ahead(*tensors, *inputs[3:])
 
 
 def _without_data(node: Any, first: Any) -> WithoutData:

@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 
@@ -101,8 +100,15 @@ def compile_followers(position: int, module: Any, tensors: Tensors) -> None:
         chain.input_shape, chain.compilations = shape, count
         recorded, cast = torch.is_grad_enabled(), torch.get_autocast_dtype("cuda") if is_autocasting("cuda") else None
         call = tuple(_without_data(module, one, recorded, cast) for one in tensors), module._arguments_and_key()[0]
-        guesses = partial(_guess_calls, chain, shape, position if is_first else None, call, recorded, cast)
-        bind.in_background(partial(_compile_guesses, guesses, recorded, cast))
+        guesses = _guess_calls(chain, shape, position if is_first else None, call, recorded, cast)
+
+        def compile_guesses() -> None:
+            calls: list[Call] = []
+            with suppress(Exception):  # a module is gone, or cannot be called with this input
+                calls.extend(guesses)
+            compile_calls(calls, recorded, None if cast is None else torch.float32)
+
+        bind.in_background(compile_guesses)
 
 
 def _forget_if_wrong(module: nn.Module, shape: torch.Size) -> None:
@@ -127,13 +133,6 @@ def compile_calls(calls: Sequence[Call], backward: bool, dtype: torch.dtype | No
     return [future for future in chosen if future is not None]
 
 
-def _compile_guesses(guesses: Callable[[], Iterator[Call]], recorded: bool, cast: torch.dtype | None) -> None:
-    calls: list[Call] = []
-    with suppress(Exception):  # a module is gone, or cannot be called with this input
-        calls.extend(guesses())
-    compile_calls(calls, recorded, None if cast is None else torch.float32)
-
-
 def _guess_calls(
     chain: _Chain, chain_shape: torch.Size, position: int | None, call: Call, recorded: bool, cast: torch.dtype | None
 ) -> Iterator[Call]:
@@ -146,7 +145,8 @@ def _guess_calls(
     known = chain.followers.copy()
     for i in range(_MOST_GUESSES if position is not None else len(known)):
         module: Any = known[i]() if position is None else _unguessed[position + 1 + i]
-        weight, bias = _find_tensor(module, "weight"), _find_tensor(module, "bias")
+        # None for a tensor that a parametrization computes, which may change its state each time.
+        weight, bias = (module._parameters.get(name, vars(module).get(name)) for name in ("weight", "bias"))
         if weight.dim() != chain.axes + 2:  # a layer of another rank is called with other outputs than these
             continue
         if module.in_channels > 2 * problem.out_channels:  # with so many channels it is another network's
@@ -167,11 +167,6 @@ def _guess_calls(
             chain.followers.append(ref(module))
         _guesses[module] = _Guess(chain, chain_shape, input.shape)
         yield tensors, arguments
-
-
-def _find_tensor(module: nn.Module, name: str) -> Any:
-    """A module's tensor; None where a parametrization computes it, which may change its state each time."""
-    return module._parameters.get(name, vars(module).get(name))
 
 
 def _without_data(module: Any, tensor: Any, recorded: bool, cast: torch.dtype | None) -> Any:

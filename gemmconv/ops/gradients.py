@@ -15,10 +15,10 @@ from gemmconv.algorithms.fallback import with_fallback
 from gemmconv.device import make_current
 from gemmconv.kernels.base import Config, Pass, with_strides
 from gemmconv.kernels.layout.transpose import prepare_via_channels_last
-from gemmconv.kernels.program import Output, Program
+from gemmconv.kernels.program import Output, Program, concatenate
 from gemmconv.ops.call_cache import find_or_make, tensor_signature
 from gemmconv.ops.configs import DEFAULT_CONVENTION, Convention, Prepared
-from gemmconv.ops.pass_programs import bias_grad_program, concatenate, gradient_programs, pass_program
+from gemmconv.ops.pass_programs import bias_grad_program, gradient_programs, pass_program
 from gemmconv.ops.schemas import Tensors
 from gemmconv.selection import NATIVE
 

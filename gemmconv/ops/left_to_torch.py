@@ -12,7 +12,7 @@ from gemmconv import pairs, selection
 from gemmconv.algorithms.fallback import warn_once
 from gemmconv.device import spec_of
 from gemmconv.kernels.base import missing_software
-from gemmconv.ops.call_cache import find_or_make
+from gemmconv.ops.call_cache import find_or_make, tensor_signature
 from gemmconv.ops.schemas import Arguments, Options, Tensors, checked_problem, memory_format
 
 
@@ -43,8 +43,7 @@ def is_left_to_torch(input: Tensor, weight: Tensor, bias: Tensor | None, argumen
         return False
     tracked = torch.is_grad_enabled()
     needs = tracked and input.requires_grad, tracked and weight.requires_grad
-    kind = device.type
-    cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    cast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
     dtype = input.dtype if cast is None or input.dtype == torch.float64 else cast
     current = selection.torch_precision(dtype, device)
 
@@ -61,7 +60,5 @@ def is_left_to_torch(input: Tensor, weight: Tensor, bias: Tensor | None, argumen
                 warn_once(cause)
         return left
 
-    of_bias = None if bias is None else (bias.shape, bias.dtype, bias.device)
-    kinds = device, input.dtype, weight.dtype, weight.device, cast, current, of_bias
-    layout = input.shape, input.stride(), weight.shape, weight.stride()
-    return find_or_make(("torch", layout, kinds, arguments, needs), decide)
+    signatures = map(tensor_signature, (input, weight, bias))
+    return find_or_make(("torch", *signatures, cast, current, arguments, needs), decide)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +14,7 @@ from gemmconv.algorithms import Algorithm
 from gemmconv.device import DeviceSpec
 from gemmconv.geometry import Problem
 from gemmconv.kernels.base import Config, Pass, strides_of, why_no_kernels
-from gemmconv.kernels.program import Program, one_after_the_other
+from gemmconv.kernels.program import Program, concatenate
 from gemmconv.kernels.splits import bias_grad
 from gemmconv.ops.configs import config_of
 from gemmconv.ops.schemas import Options, WithoutData
@@ -70,11 +69,3 @@ def bias_grad_program(grad_output: Tensor, spec: DeviceSpec | None = None) -> Pr
     if config.device.type != "cuda" or why_no_kernels(config.device, config.spec) is not None:
         return None
     return bias_grad.program(config)
-
-
-def concatenate(earlier: Program, later: Program, arguments: Sequence[str]) -> Program:
-    """One program of the steps of both; it returns the outputs of ``later``, then those of ``earlier``.
-
-    The workspace of ``earlier`` shares memory with the outputs of ``later``: see gemmconv/kernels/bind.py.
-    """
-    return replace(one_after_the_other(arguments, earlier, later), outputs=(*later.outputs, *earlier.outputs))

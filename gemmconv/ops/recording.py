@@ -39,42 +39,35 @@ def prepare_with_autograd(
     dtype = None if parameters is None else parameters[0].dtype
     if recorded and tensors[0].is_cuda:
         compile_backward_ahead(tensors, arguments, dtype)  # while the forward pass's kernels compile, too
-    if dtype is None or parameters is None:
+    if parameters is None:
         convention = Convention(trained=recorded and of_weight and tensors[0].is_cpu, is_signal=is_signal)
         forward: Callable[..., Any] = prepare_call("forward", tensors, None, arguments, convention)
     else:
-        forward = _forward_with_casts(tensors, arguments, dtype, is_cacheable(parameters[0]), recorded and of_input)
+        forward = _forward_with_casts(tensors, arguments, parameters[0], saves=recorded and of_input)
     if not recorded:
         return forward if dtype is None else lambda *tensors: forward(*tensors)[0]
-    return with_node(forward, Backward.of(tensors, arguments), requires, dtype, is_signal)
-
-
-def with_node(
-    forward: Callable[..., Any],
-    backward: Any,
-    requires: Needs,
-    dtype: torch.dtype | None = None,
-    is_signal: bool = False,
-) -> Call:
-    """The call ``forward`` with an autograd node; for the arguments see :class:`_CallState`."""
-    state = _CallState(forward, backward, requires, dtype)
     kind = _SignalNode if is_signal else _CallNode if dtype is None else _CallNodeWithCasts
+    return with_node(forward, Backward.of(tensors, arguments, dtype), requires, kind)
+
+
+def with_node(forward: Callable[..., Any], backward: Any, requires: Needs, kind: Any = None) -> Call:
+    """The call ``forward`` with an autograd node of a class, :class:`_CallNode` by default; see :class:`_CallState`."""
+    state, kind = _CallState(forward, backward, requires), kind or _CallNode
     apply: Any = super(torch.autograd.Function, kind).apply  # torch's own also looks for transforms: there are none
     return lambda input, weight, bias: apply(input, weight, bias, state)
 
 
 def _forward_with_casts(
-    tensors: Tensors, arguments: Arguments, dtype: torch.dtype, caches: bool, saves: bool
+    tensors: Tensors, arguments: Arguments, weight: Tensor, saves: bool
 ) -> Callable[..., tuple[Tensor, Cast | None]]:
-    """A forward call that casts weight and bias from ``dtype``; it returns the output, and the weight's cast.
+    """A forward call that casts weight and bias; it returns the output, and the weight's cast.
 
     Args:
         tensors, arguments: arguments of the operator.
-        dtype: dtype of weight and bias.
-        caches: whether casts are cached for later calls.
+        weight: the weight before the cast; no reference to it is kept.
         saves: whether the weight's cast is returned even where it is not cached, to be saved for gradients.
     """
-    low = tensors[0].dtype
+    dtype, caches = weight.dtype, is_cacheable(weight)
     # One for a call that casts for itself alone, and one for a call whose casts are cached.
     alone, caching = (
         prepare_call("forward", tensors, None, arguments, Convention(parameter_dtype=dtype, returns_casts=returns))
@@ -82,7 +75,7 @@ def _forward_with_casts(
     )
 
     def call(input: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Cast | None]:
-        if caches and (cache := cast_cache(input.device, low)) is not None:
+        if caches and (cache := cast_cache(input.device, input.dtype)) is not None:
             of_weight, of_bias = cache.find(weight), None if bias is None else cache.find(bias)
             if of_weight is not None and (bias is None or of_bias is not None):
                 # Casts have the format that their leaves had when they were cast.
@@ -113,11 +106,10 @@ class _CallState:
         backward: computes gradients by operators, and prepares calls that do without the dispatcher: a
             :class:`Backward`, or what has its two methods.
         requires: whether input, weight and bias require gradients.
-        dtype: dtype of weight and bias, if the forward pass casts them.
     """
 
-    def __init__(self, forward: Callable[..., Any], backward: Any, requires: Needs, dtype: torch.dtype | None) -> None:
-        self.forward, self.backward, self.requires, self.dtype = forward, backward, requires, dtype
+    def __init__(self, forward: Callable[..., Any], backward: Any, requires: Needs) -> None:
+        self.forward, self.backward, self.requires = forward, backward, requires
         self.of_input, self.of_weight, _ = requires
         self.passes_without_query, self.full_passes = [0, 0, 0], 0
         self.gradients: dict[Hashable, Callable[..., Gradients]] = {}
@@ -170,14 +162,14 @@ def _gradients(ctx: Any, grad: Tensor, input: Tensor | None, weight: Tensor | No
     needs = state.needs(ctx)
     key = gradient_signature(grad, input, weight, needs)
     if key is None:
-        if state.dtype is not None and weight is not None and torch.is_grad_enabled():
+        if weight is not None and torch.is_grad_enabled() and hasattr(ctx, "cast"):
             weight = _cast_weight_again(ctx, weight.dtype)
         return state.backward(*as_plain((grad,)), input, weight, needs)
     call = state.gradients.get(key)
     if call is None:
         if not are_dense(grad):
             return state.backward(grad, input, weight, needs)
-        call = state.gradients[key] = state.backward.prepare(grad, input, weight, needs, state.dtype)
+        call = state.gradients[key] = state.backward.prepare(grad, input, weight, needs)
     return call(grad, input, weight)
 
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -170,8 +170,7 @@ def _compute(input: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any
     volume, tensors = volume_of(input, weight, *arguments), (input, weight, bias)
     with make_current(input.device):
         key = volume, *map(tensor_signature, tensors)
-        output: Tensor = find_or_make(key, lambda: _forward(volume.config(), tensors))(*tensors)
-        return output
+        return find_or_make(key, lambda: _forward(volume.config(), tensors))(*tensors)
 
 
 def volume_of(input: Tensor, weight: Tensor, *arguments: Any) -> Volume:
@@ -222,8 +221,7 @@ def _fake_gradients(grad: Tensor, input: Tensor, weight: Tensor, *arguments: Any
 
 def _torchs_gradients(grad: Tensor, input: Tensor, weight: Tensor, p: Problem, needs: Sequence[bool]) -> Gradients:
     by = [p.out_channels], p.stride, p.padding, p.dilation, True, p.output_padding, p.groups, list(needs)
-    found: Gradients = torch.ops.aten.convolution_backward(grad, input, weight, *by)
-    return found
+    return torch.ops.aten.convolution_backward(grad, input, weight, *by)
 
 
 class _Backward(NamedTuple):
@@ -239,32 +237,25 @@ class _Backward(NamedTuple):
         weight = grad.new_empty(p.weight_shape) if weight is None else weight
         return _torchs_gradients(grad, input, weight, p, needs)
 
-    def prepare(
-        self, grad: Tensor, input: Any, weight: Any, needs: Needs, dtype: torch.dtype | None = None
-    ) -> Callable[..., Gradients]:
+    def prepare(self, grad: Tensor, input: Any, weight: Any, needs: Needs) -> Callable[..., Gradients]:
         """Prepare a call that computes the gradients from tensors of these strides."""
         rounding = self.precision or torch_precision(self.config.dtype, self.config.device)
         config, (direction, tensors) = replace(self.config, precision=rounding), needed_pass(grad, input, weight, needs)
-
-        def torchs() -> Callable[..., Gradients]:
-            return lambda grad, input, weight: self(grad, input, weight, needs)
+        by_torch: Callable[..., Gradients] = partial(self.__call__, needs=needs)
 
         def ours() -> Callable[..., Gradients]:
             convention = Convention(with_bias_grad=needs[2])
             return of_all(prepare_gradient(direction, _GEMM_COL2IM, config, tensors, convention), needs)
 
-        return with_fallback(config.device, ours, torchs) if gradients_are_ours(config, needs) else torchs()
+        return with_fallback(config.device, ours, lambda: by_torch) if gradients_are_ours(config, needs) else by_torch
 
     def compile_ahead(self, needs: Needs) -> None:
         """Compile in the background what the backward pass launches, while the forward pass's kernels compile, too."""
         config, p = self.config, self.config.problem
         if not gradients_are_ours(config, needs):
             return
-        grad, input, weight = (
-            WithoutData.of(shape, strides_of(shape, _NCHW), config.dtype, config.device)
-            for shape in (p.output_shape, p.input_shape, p.weight_shape)
-        )
-        direction, tensors = needed_pass(grad, input, weight, needs)
+        direction, shapes = needed_pass(p.output_shape, p.input_shape, p.weight_shape, needs)
+        tensors = tuple(WithoutData.of(of, strides_of(of, _NCHW), config.dtype, config.device) for of in shapes)
 
         def list_launches(*tensors: Any) -> list[Launch]:
             of_bias = bias_grad_program(tensors[0]) if needs[2] else None

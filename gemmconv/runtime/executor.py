@@ -113,8 +113,7 @@ def prepare(device: torch.device, alignments: Sequence[int], steps: Sequence[Ste
     blas_of, exchange = torch._C._cuda_getCurrentBlasHandle, exchange_of_tensors()
 
     def run(*addresses: int) -> int:
-        answer: int = program.run(stream_of(index), blas_of() if products else 0, *addresses)
-        return answer
+        return program.run(stream_of(index), blas_of() if products else 0, *addresses)
 
     def call(
         outputs: Sequence[Allocation],

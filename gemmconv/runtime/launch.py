@@ -125,9 +125,6 @@ def _overlapping(grid: Extent3, block: Extent3, shared_bytes: int) -> Any:
 
 def clear(address: int, size: int, device: torch.device) -> None:
     """Enqueue zeros for so many bytes on torch's current stream."""
-    if device.type == "cpu":
-        ctypes.memset(address, 0, size)
-        return
     (status,) = driver.cuMemsetD8Async(address, 0, size, torch.cuda.current_stream(device).cuda_stream)
     if status:
         raise RuntimeError(f"{size} bytes could not be cleared: {status.name}")
