@@ -49,16 +49,18 @@ def cycles_of_tensor_cores(plan: Plan) -> float:
     return _COST.start_cycles + plan.items_of_a_block(plan.problem.batch) * item
 
 
-def cost_of_lines(plan: Plan, boxes: int, box_bytes: float) -> float:
+def cost_of_lines(plan: Plan, boxes: int, box_bytes: int) -> float:
     """In proportion to what a chunk of an item takes whose inputs come as so many boxes of lines, of bytes together."""
-    return _overlapping(plan, _multiplied(plan) / plan.chunks, cycles_of_boxes(boxes, 2 * box_bytes))
+    return _overlapping(plan, _multiplied(plan) / plan.chunks, cost_of_boxes(boxes, box_bytes))
 
 
-def cycles_of_boxes(boxes: int, box_bytes: float) -> float:
-    """Cycles to copy so many boxes of lines with so many bytes together.
+def cost_of_boxes(boxes: int, box_bytes: int) -> float:
+    """Cycles by which boxes of lines are chosen. Bytes count twice: stages lack what these take of shared memory."""
+    return _cycles_of_boxes(boxes, 2 * box_bytes)
 
-    Boxes are chosen with twice the bytes: what these take of shared memory is missing for stages.
-    """
+
+def _cycles_of_boxes(boxes: int, box_bytes: float) -> float:
+    """Cycles to copy so many boxes of lines with so many bytes together."""
     return max(boxes * _COST.line_box_cycles, box_bytes * _COST.line_byte_cycles)
 
 
@@ -148,7 +150,7 @@ def _of_landings(plan: Plan) -> float:
 
 def _of_lines(plan: Plan) -> float:
     """Cycles to bring the inputs of an item as lines, and to round them in place."""
-    cycles = cycles_of_boxes(plan.boxes * math.prod(plan.unit), plan.patch_bytes / plan.parts)
+    cycles = _cycles_of_boxes(plan.boxes * math.prod(plan.unit), plan.patch_bytes / plan.parts)
     if plan.rounded:
         turns = -(-plan.unit_pitch * plan.units // (plan.loaders - 32))
         turn = _ROUNDING_CYCLES[plan.parts] * (_COST.few_rounders_factor if plan.few_loaders else 1)

@@ -18,7 +18,7 @@ from gemmconv.hashing import cached_property, changed
 from gemmconv.kernels.base import Pass
 from gemmconv.kernels.integers import covering, even_share, up_to_multiple
 from gemmconv.kernels.phases import Gathering, axis_taps
-from gemmconv.kernels.sm90.implicit_gemm_cost import cost_of_lines, cycles_of_boxes, cycles_of_items, item_cycles_of
+from gemmconv.kernels.sm90.implicit_gemm_cost import cost_of_boxes, cost_of_lines, cycles_of_items, item_cycles_of
 from gemmconv.kernels.weights.pack import MOST_ENTRIES, ROWS_CHANNELS, ROWS_LINES, ROWS_PLAIN, ROWS_SLOTS
 
 SHARED_BYTES = REFERENCE.shared_bytes
@@ -759,7 +759,7 @@ def _line_box(
     def cost(box: Pair) -> tuple[float, int]:
         box_rows = math.prod(box)
         boxes = _boxes_of(tile, first, patch, box_rows * pitch)
-        return cycles_of_boxes(boxes, 2 * boxes * box_rows * row_bytes), boxes * box_rows
+        return cost_of_boxes(boxes, boxes * box_rows * row_bytes), boxes * box_rows
 
     found = [(1, count) for count in range(1, min(rows, most_rows) + 1) if rows % count == 0]
     if rows <= most_rows:
