@@ -19,7 +19,7 @@ from benchmarks.workloads import SUITES
 from gemmconv import Problem
 from gemmconv.kernels.layout.transpose import transpose_seconds
 from gemmconv.kernels.sm90 import wgrad_nchw, wgrad_nhwc
-from gemmconv.kernels.sm90.implicit_gemm_plan import SHARED_BYTES
+from gemmconv.kernels.sm90.base import SHARED_BYTES
 from tests.samples import config_of, tile_for
 
 LIMIT = 64 << 20

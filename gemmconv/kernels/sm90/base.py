@@ -1,4 +1,4 @@
-"""What Hopper's kernels share: their base classes, the rates that estimates count in, tensor maps, forward programs."""
+"""What Hopper's kernels share: base classes, limits, the rates of estimates, tensor maps, and forward programs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from gemmconv.kernels.layout.transpose import transpose_seconds
 from gemmconv.kernels.macros import TENSOR_CORE_TYPES, Macros
 from gemmconv.kernels.program import Launch, Operand, Params, Program, TensorMapSpec, gathering
 
-CLOCK_RATE = costs_of("device").busy_clock  # cycles a second, where tensor cores are busy
+SHARED_BYTES = REFERENCE.shared_bytes  # of a block
+LONGEST_BOX = 256  # elements that a box of a tensor map reaches over, along each axis
+DEVICE = costs_of("device")
+CLOCK_RATE = DEVICE.busy_clock  # cycles a second, where tensor cores are busy
 FAST_CLOCK_RATE = REFERENCE.clock  # where they are not, as estimates of such kernels are fitted
 _FORMATS = {torch.contiguous_format: "NCHW", torch.channels_last: "channels_last"}
 

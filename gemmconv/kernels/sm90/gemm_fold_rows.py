@@ -24,13 +24,11 @@ from gemmconv.kernels.integers import INT32_MAX, up_to_multiple
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, named_macros
 from gemmconv.kernels.phases import Gathering, Tap, taps_of
 from gemmconv.kernels.program import Launch, Params, Program, gathering, reciprocal
-from gemmconv.kernels.sm90.base import Sm90Kernel, image_map
-from gemmconv.kernels.sm90.implicit_gemm_plan import SHARED_BYTES
+from gemmconv.kernels.sm90.base import DEVICE, LONGEST_BOX, SHARED_BYTES, Sm90Kernel, image_map
 from gemmconv.kernels.weights import pack
 
-_DEVICE = costs_of("device")
 _COST = costs_of("sm90/gemm_fold_rows")
-_BOX_LINE, _LONGEST_BOX = 128, 256  # of a tensor map: bytes of a line of a box; elements that a box reaches over
+_BOX_LINE = 128  # bytes of a line of a box of a tensor map
 _BARRIER_BYTES = 8
 _CARRIED = 8  # columns of the step before
 _MOST_FETCHED, _FETCHED_AHEAD = 256, 16 << 20  # bytes of a line; of all lines that are gone along
@@ -199,12 +197,12 @@ class RowTile(Gathering):
         """Whether boxes and integers hold it."""
         last = self.output_size[0] + self.rows, (self.steps + 1) * self.columns
         largest = max(self.items + self.multiprocessors, self.packed_bytes // 16, *last)
-        return max(self.input_rows, self.chunk) <= _LONGEST_BOX and largest <= INT32_MAX
+        return max(self.input_rows, self.chunk) <= LONGEST_BOX and largest <= INT32_MAX
 
     @property
     def moved_cycles(self) -> float:
         """Cycles to move the inputs and outputs of a call."""
-        return self.problem.image_bytes(self.itemsize) / _DEVICE.rows_memory_rate * _DEVICE.clock
+        return self.problem.image_bytes(self.itemsize) / DEVICE.rows_memory_rate * DEVICE.clock
 
     @property
     def compiled(self) -> Macros:
@@ -427,7 +425,7 @@ class GemmFoldRows(Sm90Kernel):
     directions = ("forward", "input_grad")
     serves = "one group, no stride or dilation, wide rows of whole 16 bytes, few taps across"
     only_in = torch.contiguous_format
-    clock_rate = _DEVICE.clock
+    clock_rate = DEVICE.clock
 
     def tiles(self, config: Config, direction: Pass) -> Iterator[Tile]:
         p, multiprocessors = config.problem, config.spec.multiprocessors

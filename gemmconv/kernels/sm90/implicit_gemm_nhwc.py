@@ -22,8 +22,8 @@ from gemmconv.kernels.integers import INT32_MAX, even_share, up_to_multiple
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros, named_macros
 from gemmconv.kernels.phases import can_be_folded, cells_of
 from gemmconv.kernels.program import Params, Program, reciprocal
-from gemmconv.kernels.sm90.base import FAST_CLOCK_RATE, OneFormatForward, forward_program, image_map
-from gemmconv.kernels.sm90.implicit_gemm_plan import SHARED_BYTES
+from gemmconv.kernels.sm90 import base
+from gemmconv.kernels.sm90.base import LONGEST_BOX, SHARED_BYTES
 from gemmconv.kernels.weights.pack import k_major_macros, packing
 
 _COST = costs_of("sm90/implicit_gemm_nhwc")
@@ -33,7 +33,6 @@ _GROUP_ROWS = 8  # whose lines follow each other where the tensor core reads the
 _LINE_BYTES, _PIECE_BYTES = 128, 16
 _BOX_LINES = 64  # output channels of a box of weights
 _SWIZZLED_BYTES = 1_024  # that pieces are swapped within
-_LONGEST_BOX = 256
 _MOST_SUMS = 256  # lines times blocks of rows: registers have room
 _MOST_KEPT = {2: 256, 4: 160}  # and for their outputs too, by bytes of an element
 _LEAST_LINES = 32
@@ -163,7 +162,7 @@ class Tile:
     @property
     def possible(self) -> bool:
         """Whether a patch is a box, and rings fit shared memory."""
-        return max(*self.patch_size, self.images) <= _LONGEST_BOX and self.ring_sizes[1] >= _LEAST_STAGES
+        return max(*self.patch_size, self.images) <= LONGEST_BOX and self.ring_sizes[1] >= _LEAST_STAGES
 
     @property
     def cycles(self) -> float:
@@ -254,7 +253,7 @@ def _best_strips(tile: Tile) -> list[int]:
         step = cells + across if tile.group else cells
         patch = _patch_rows(height, step, rows) + down, cells + across
         positions = math.prod(patch)
-        if max(patch) <= _LONGEST_BOX and 2 * _slot_bytes(positions) <= free:
+        if max(patch) <= LONGEST_BOX and 2 * _slot_bytes(positions) <= free:
             strips = -(-width // cells)
             found.append((strips * -(-height * step // rows) * (read + positions), strips))
     return [strips for _, strips in sorted(found)[:2]]
@@ -284,7 +283,7 @@ def _fits_integers(problem: Problem, multiprocessors: int) -> bool:
     items = cells * math.prod(p.stride) * (p.out_channels // _LEAST_LINES + 1) + multiprocessors
     rows = (p.batch + 2 * BLOCK_ROWS) * (height + 2 * BLOCK_ROWS * p.stride[0])
     pieces = math.prod(p.output_shape) // 4
-    return max(items, rows, width + _LONGEST_BOX, pieces) <= INT32_MAX
+    return max(items, rows, width + LONGEST_BOX, pieces) <= INT32_MAX
 
 
 def macros_of(tile: Tile, dtype: torch.dtype) -> Macros:
@@ -300,11 +299,11 @@ def macros_of(tile: Tile, dtype: torch.dtype) -> Macros:
     }
 
 
-class ImplicitGemmNhwc(OneFormatForward):
+class ImplicitGemmNhwc(base.OneFormatForward):
     name = "sm90/implicit_gemm_nhwc"
     serves = "one group, kernels larger than their stride, phases that all have taps, channels of whole 16 bytes"
     only_in = torch.channels_last
-    clock_rate = FAST_CLOCK_RATE
+    clock_rate = base.FAST_CLOCK_RATE
 
     def fitted(self, config: Config, direction: Pass, tile: Tile) -> Tile | None:
         problem = config.problem
@@ -322,10 +321,10 @@ class ImplicitGemmNhwc(OneFormatForward):
             pack, weights = packing(k_major_macros(p, tile.lines, tile.chunks * (_LINE_BYTES // 16), 1)), None
         else:
             shape, weight_box = (1, p.out_channels, p.in_channels, p.taps), (_BOX_LINES, 1, tile.channels, 1)
-            pack, weights = None, image_map(shape, tile.itemsize, weight_box, channels_last=True, name="weight")
+            pack, weights = None, base.image_map(shape, tile.itemsize, weight_box, channels_last=True, name="weight")
         across, (slots, stages), (rows, columns) = tile.across, tile.ring_sizes, tile.patch_size
         strip_rows, box = cells_of(p)[0] * across, (tile.channels, columns, rows, tile.images)
-        input_map = image_map(p.input_shape, tile.itemsize, box, channels_last=True)
+        input_map = base.image_map(p.input_shape, tile.itemsize, box, channels_last=True)
         params: Params = {
             "input, weights": (input_map, weights or "packed"),
             "bias, output": ("bias", "output"),
@@ -340,7 +339,7 @@ class ImplicitGemmNhwc(OneFormatForward):
             "by_across, by_strip_rows": (reciprocal(across), reciprocal(strip_rows)),
         }
         macros = macros_of(tile, config.dtype)
-        return forward_program(config, "implicit_gemm_nhwc", tile, macros, params, _THREADS, pack)
+        return base.forward_program(config, "implicit_gemm_nhwc", tile, macros, params, _THREADS, pack)
 
 
 KERNEL = ImplicitGemmNhwc(tiles_of)

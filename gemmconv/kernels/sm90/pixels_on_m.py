@@ -15,8 +15,7 @@ from gemmconv.kernels.base import Config
 from gemmconv.kernels.integers import INT32_MAX, even_share, up_to_multiple
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, named_macros
 from gemmconv.kernels.program import Params, Program, reciprocal
-from gemmconv.kernels.sm90.base import forward_program, image_map
-from gemmconv.kernels.sm90.implicit_gemm_plan import SHARED_BYTES
+from gemmconv.kernels.sm90.base import SHARED_BYTES, forward_program, image_map
 from gemmconv.kernels.weights.pack import k_major_macros, packing
 
 BLOCK_POSITIONS = 128  # positions that two warpgroups multiply at once

@@ -22,14 +22,13 @@ from gemmconv.kernels.integers import INT32_MAX, covering, up_to_multiple
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros, named_macros
 from gemmconv.kernels.menu import menu_of, samples
 from gemmconv.kernels.program import Launch, Params, Program, TensorMapSpec
-from gemmconv.kernels.sm90.base import WeightGradKernel, image_map
-from gemmconv.kernels.sm90.implicit_gemm_plan import SHARED_BYTES
+from gemmconv.kernels.sm90.base import DEVICE, LONGEST_BOX, SHARED_BYTES, WeightGradKernel, image_map
 from gemmconv.kernels.splits.reduce import fits, wgrad_partial_bytes, wgrad_partial_dtype, wgrad_program
 
 _ATOM = 64  # channels of a line
 _LINE_BYTES = 2 * _ATOM
 _STEP = 16  # pixels
-_LONGEST_BOX, _LONGEST_STEP = 256, 8  # of a tensor map: elements that a box reaches over, from one to the next
+_LONGEST_STEP = 8  # elements from one of a box to the next
 _MOST_STAGES = 8
 _BARRIER_BYTES = 16  # of a stage
 # Most columns of a thread's sums, by warpgroups: more than the compiler finds registers for at first.
@@ -39,7 +38,6 @@ _POWERS, _WIDTHS = (1, 2, 4, 8, 16, 32, 64, 128), (8, 16, 32, 64, 128)  # what i
 _MENU = 3  # tiles of a menu
 Size = tuple[int, int, int]  # images, rows and columns of pixels
 _COST = costs_of("sm90/wgrad_nhwc")
-_DEVICE = costs_of("device")
 
 
 @dataclass(frozen=True)
@@ -157,7 +155,7 @@ class Tile:
     def possible(self) -> bool:
         """Whether stages fit, boxes are not too long, and the pixels of a step lie at regular distances in them."""
         (stride_h, stride_w), (_, height, width), (_, box_height, box_width) = self.problem.stride, self.size, self.box
-        if self.pixels % _STEP or max(box_height * stride_h, box_width * stride_w) > _LONGEST_BOX or self.stages < 2:
+        if self.pixels % _STEP or max(box_height * stride_h, box_width * stride_w) > LONGEST_BOX or self.stages < 2:
             return False
         if self.pair_rows:
             return width % 8 == 0 and height % 2 == 0
@@ -183,7 +181,7 @@ class Tile:
         tiles, blocks, multiprocessors = self.tiles, self.weight_blocks, self.multiprocessors
         if (most := min(limit // (4 * math.prod(self.problem.weight_shape)), tiles)) == 0:
             return math.inf, 0
-        found, tile_seconds = [], self.cycles / _DEVICE.clock
+        found, tile_seconds = [], self.cycles / DEVICE.clock
         for slices in {min(most, max(1, rounds * multiprocessors // blocks)) for rounds in (1, 2, 3)}:
             tiles_in_turn = -(-blocks * slices // multiprocessors) * -(-tiles // slices)
             adding = 2 * wgrad_partial_bytes(self.problem, 2, slices) / _COST.partial_rate
@@ -197,7 +195,7 @@ class Tile:
     def seconds(self, limit: int) -> float:
         """Roughly what it takes, with a workspace of at most ``limit`` bytes; infinite where no slice fits."""
         pixels = math.prod(self.problem.input_shape) + math.prod(self.problem.output_shape)
-        moved = 2 * pixels / _DEVICE.weight_grad_memory_rate
+        moved = 2 * pixels / DEVICE.weight_grad_memory_rate
         return _COST.launch_seconds + max(self._sliced(limit)[0], moved)
 
     def at(self, problem: Problem) -> Tile:
@@ -214,7 +212,7 @@ def _reaches(problem: Problem) -> bool:
     if ci % 8 or co % 8 or not fits(problem) or max(problem.stride) > _LONGEST_STEP:
         return False
     axes = zip(problem.input_size, problem.stride, problem.kernel_size, problem.dilation, problem.padding, strict=True)
-    places = [(size + _LONGEST_BOX) * stride + kernel * dilation + pad for size, stride, kernel, dilation, pad in axes]
+    places = [(size + LONGEST_BOX) * stride + kernel * dilation + pad for size, stride, kernel, dilation, pad in axes]
     return max(*places, problem.in_pixels, problem.out_pixels, problem.taps * ci * co // 4) <= INT32_MAX
 
 
