@@ -1,4 +1,4 @@
-"""What Hopper's kernels share: base classes, limits, the rates of estimates, tensor maps, and forward programs."""
+"""What Hopper's kernels share: their base classes, limits, the rates that estimates count in, and tensor maps."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from gemmconv.geometry import Problem, Shape4
 from gemmconv.kernels.base import Config, Kernel, Pass
 from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.layout.transpose import transpose_seconds
-from gemmconv.kernels.macros import TENSOR_CORE_TYPES, Macros
-from gemmconv.kernels.program import Launch, Operand, Params, Program, TensorMapSpec, gathering
+from gemmconv.kernels.macros import TENSOR_CORE_TYPES
+from gemmconv.kernels.program import TensorMapSpec
 
 SHARED_BYTES = REFERENCE.shared_bytes  # of a block
 LONGEST_BOX = 256  # elements that a box of a tensor map reaches over, along each axis
@@ -78,20 +78,6 @@ def image_map(
     else:
         sizes, strides = (width, channels, height, images), (height * line, line, image)
     return TensorMapSpec(name, itemsize, sizes, strides, box, **others)
-
-
-def forward_program(
-    config: Config, name: str, tile: Any, macros: Macros, params: Params, threads: int, pack: Launch | None = None
-) -> Program:
-    """A forward pass by csrc/sm90/``name``.cu, whose blocks, one a multiprocessor, take turns at the tile's items.
-
-    ``pack`` is what packs its weights, if anything does.
-    """
-    grid, block = (min(tile.items, config.spec.multiprocessors), 1, 1), (threads, 1, 1)
-    main = Launch(f"sm90/{name}.cu", macros, grid, block, params, tile.shared_bytes, overlaps=pack is not None)
-    weight = Operand("weight", config.memory_format, 16 if pack is None else 1)
-    launches, scratch = ([main], {}) if pack is None else ([pack, main], {"packed": tile.packed_bytes})
-    return gathering(config, "forward", launches, scratch, weight=weight)
 
 
 class WeightGradKernel(Sm90Kernel):

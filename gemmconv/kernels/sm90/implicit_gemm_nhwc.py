@@ -22,28 +22,25 @@ from gemmconv.kernels.integers import INT32_MAX, even_share, up_to_multiple
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros, named_macros
 from gemmconv.kernels.phases import can_be_folded, cells_of
 from gemmconv.kernels.program import Params, Program, reciprocal
-from gemmconv.kernels.sm90 import base
-from gemmconv.kernels.sm90.base import LONGEST_BOX, SHARED_BYTES
-from gemmconv.kernels.weights.pack import k_major_macros, packing
+from gemmconv.kernels.sm90.base import FAST_CLOCK_RATE, LONGEST_BOX, SHARED_BYTES, OneFormatForward, image_map
+from gemmconv.kernels.sm90.pixels_on_m import BOX_LINES, CHUNK_BYTES, ChunkedTile, forward_program
 
 _COST = costs_of("sm90/implicit_gemm_nhwc")
 _ROWS_CYCLES = _COST.table("rows_cycles")
 BLOCK_ROWS = 128  # that two warpgroups multiply at once
 _GROUP_ROWS = 8  # whose lines follow each other where the tensor core reads them itself
-_LINE_BYTES, _PIECE_BYTES = 128, 16
-_BOX_LINES = 64  # output channels of a box of weights
+_PIECE_BYTES = 16
 _SWIZZLED_BYTES = 1_024  # that pieces are swapped within
 _MOST_SUMS = 256  # lines times blocks of rows: registers have room
 _MOST_KEPT = {2: 256, 4: 160}  # and for their outputs too, by bytes of an element
 _LEAST_LINES = 32
-_THREADS = 384
 _LEAST_STAGES, _MOST_STAGES, _MOST_SLOTS = 3, 12, 4
 _BARRIER_BYTES = 16 * (_MOST_STAGES + _MOST_SLOTS)
 _MOST_STRIPS = 64
 
 
 @dataclass(frozen=True)
-class Tile:
+class Tile(ChunkedTile):
     """The work of a block of csrc/sm90/implicit_gemm_nhwc.cu; see its header."""
 
     problem: Problem  # the geometry
@@ -100,32 +97,13 @@ class Tile:
         return _slot_bytes(self.positions)
 
     @property
-    def packed(self) -> bool:
-        """Whether weights are laid out by a launch of their own."""
-        return self.itemsize == 4
-
-    @property
     def kept(self) -> bool:
         """Whether outputs are stored while products of the next item run."""
         return self.lines * self.row_blocks <= _MOST_KEPT[self.itemsize]
 
     @property
-    def channels(self) -> int:
-        """Channels of a line."""
-        return _LINE_BYTES // self.itemsize
-
-    @property
-    def stage_bytes(self) -> int:
-        return (self.lines if self.packed else up_to_multiple(self.lines, _BOX_LINES)) * _LINE_BYTES
-
-    @property
     def line_blocks(self) -> int:
         return -(-self.problem.out_channels // self.lines)
-
-    @property
-    def chunks(self) -> int:
-        """Patches of an item, each of some channels."""
-        return -(-self.problem.in_channels // self.channels)
 
     @property
     def bias_bytes(self) -> int:
@@ -155,11 +133,6 @@ class Tile:
         return tiles * math.prod(p.stride) * self.line_blocks
 
     @property
-    def packed_bytes(self) -> int:
-        """Bytes of the packed weights."""
-        return self.problem.taps * self.problem.out_channels * self.chunks * _LINE_BYTES if self.packed else 0
-
-    @property
     def possible(self) -> bool:
         """Whether a patch is a box, and rings fit shared memory."""
         return max(*self.patch_size, self.images) <= LONGEST_BOX and self.ring_sizes[1] >= _LEAST_STAGES
@@ -184,7 +157,7 @@ class Tile:
         item = _COST.item_cycles + stored + self.chunks * taps * step
         computed = -(-self.items // self.multiprocessors) * item
         moved = _COST.moved_byte_cycles * (math.prod(p.output_shape) + math.prod(p.input_shape)) * self.itemsize
-        chunk_bytes = self.positions * _LINE_BYTES + taps * self.stage_bytes
+        chunk_bytes = self.positions * CHUNK_BYTES + taps * self.stage_bytes
         copied = _COST.copied_byte_cycles * self.items * self.chunks * chunk_bytes
         packing = _COST.pack_cycles + _COST.packed_byte_cycles * self.packed_bytes if self.packed else 0
         cycles = _COST.start_cycles + packing + overlapped(_COST.overlap, computed, moved, copied)
@@ -267,7 +240,7 @@ def _patch_rows(height: int, across: int, rows: int) -> int:
 
 
 def _slot_bytes(positions: int) -> int:
-    return up_to_multiple(positions * _LINE_BYTES, _SWIZZLED_BYTES)
+    return up_to_multiple(positions * CHUNK_BYTES, _SWIZZLED_BYTES)
 
 
 def _halo(taps: int, stride: int, dilation: int) -> int:
@@ -299,11 +272,11 @@ def macros_of(tile: Tile, dtype: torch.dtype) -> Macros:
     }
 
 
-class ImplicitGemmNhwc(base.OneFormatForward):
+class ImplicitGemmNhwc(OneFormatForward):
     name = "sm90/implicit_gemm_nhwc"
     serves = "one group, kernels larger than their stride, phases that all have taps, channels of whole 16 bytes"
     only_in = torch.channels_last
-    clock_rate = base.FAST_CLOCK_RATE
+    clock_rate = FAST_CLOCK_RATE
 
     def fitted(self, config: Config, direction: Pass, tile: Tile) -> Tile | None:
         problem = config.problem
@@ -317,29 +290,25 @@ class ImplicitGemmNhwc(base.OneFormatForward):
 
     def program(self, config: Config, direction: Pass, tile: Tile) -> Program:
         p = tile.problem
-        if tile.packed:
-            pack, weights = packing(k_major_macros(p, tile.lines, tile.chunks * (_LINE_BYTES // 16), 1)), None
-        else:
-            shape, weight_box = (1, p.out_channels, p.in_channels, p.taps), (_BOX_LINES, 1, tile.channels, 1)
-            pack, weights = None, base.image_map(shape, tile.itemsize, weight_box, channels_last=True, name="weight")
+        weights = tile.weights((1, p.out_channels, p.in_channels, p.taps), (BOX_LINES, 1, tile.channels, 1))
         across, (slots, stages), (rows, columns) = tile.across, tile.ring_sizes, tile.patch_size
         strip_rows, box = cells_of(p)[0] * across, (tile.channels, columns, rows, tile.images)
-        input_map = base.image_map(p.input_shape, tile.itemsize, box, channels_last=True)
+        input_map = image_map(p.input_shape, tile.itemsize, box, channels_last=True)
         params: Params = {
-            "input, weights": (input_map, weights or "packed"),
+            "input, weights": (input_map, weights),
             "bias, output": ("bias", "output"),
             "batch, items, out_h, out_w": (p.batch, tile.items, *p.output_size),
             "images, strips, segments": (tile.images, tile.strips, tile.segments),
             "strip_cells, across, strip_rows": (tile.strip_cells, across, strip_rows),
-            "patch_w, image_lines, group_bytes": (columns, rows * columns, tile.group * _LINE_BYTES),
+            "patch_w, image_lines, group_bytes": (columns, rows * columns, tile.group * CHUNK_BYTES),
             "slots, stages": (slots, stages),
-            "patch_bytes, slot_bytes": (tile.positions * _LINE_BYTES, tile.slot_bytes),
+            "patch_bytes, slot_bytes": (tile.positions * CHUNK_BYTES, tile.slot_bytes),
             "first_stage, first_bias": (slots * tile.slot_bytes, tile.first_bias),
             "by_strips, by_segments": (reciprocal(tile.strips), reciprocal(tile.segments)),
             "by_across, by_strip_rows": (reciprocal(across), reciprocal(strip_rows)),
         }
         macros = macros_of(tile, config.dtype)
-        return base.forward_program(config, "implicit_gemm_nhwc", tile, macros, params, _THREADS, pack)
+        return forward_program(config, "implicit_gemm_nhwc", tile, macros, params)
 
 
 KERNEL = ImplicitGemmNhwc(tiles_of)
