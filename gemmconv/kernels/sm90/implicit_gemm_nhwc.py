@@ -13,14 +13,13 @@ from dataclasses import dataclass
 
 import torch
 
-from gemmconv.device import REFERENCE
 from gemmconv.geometry import Pair, Problem
 from gemmconv.hashing import cached_property, changed
 from gemmconv.kernels.base import Config, Pass
 from gemmconv.kernels.costs import costs_of, overlapped
 from gemmconv.kernels.integers import INT32_MAX, even_share, up_to_multiple
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros, named_macros
-from gemmconv.kernels.phases import can_be_folded, cells_of
+from gemmconv.kernels.phases import can_be_folded, cells_of, phase_shifts
 from gemmconv.kernels.program import Params, Program, reciprocal
 from gemmconv.kernels.sm90.base import FAST_CLOCK_RATE, LONGEST_BOX, SHARED_BYTES, OneFormatForward, image_map
 from gemmconv.kernels.sm90.pixels_on_m import BOX_LINES, CHUNK_BYTES, ChunkedTile, forward_program
@@ -49,8 +48,8 @@ class Tile(ChunkedTile):
     lines: int  # output channels of an item
     images: int  # images of an item; where there are several, it has all of their cells
     strips: int  # strips that an image's columns of cells are cut into
+    multiprocessors: int  # multiprocessors of the GPU, each of which runs one block
     group: int = 0  # lines of a patch from a group of eight rows to the next, 0 where rows are lines from anywhere
-    multiprocessors: int = REFERENCE.multiprocessors  # multiprocessors of the GPU, each of which runs one block
 
     @property
     def rows(self) -> int:
@@ -73,9 +72,8 @@ class Tile(ChunkedTile):
 
     @cached_property
     def halo(self) -> Pair:
-        """How much farther than a cell the inputs reach that its first phase reads, which has the most taps."""
-        p = self.problem
-        down, across = map(_halo, p.kernel_size, p.stride, p.dilation)
+        """How much farther than a cell the inputs reach that one of its outputs reads, at most."""
+        down, across = (max(max(one) - min(one) for one in phase_shifts(self.problem, axis)) for axis in (0, 1))
         return down, across
 
     @property
@@ -164,7 +162,7 @@ class Tile(ChunkedTile):
         return (_COST.margin if self.packed else 1) * cycles
 
 
-def tiles_of(problem: Problem, itemsize: int, multiprocessors: int = REFERENCE.multiprocessors) -> Iterator[Tile]:
+def tiles_of(problem: Problem, itemsize: int, multiprocessors: int) -> Iterator[Tile]:
     """The tiles that a problem may have."""
     p, piece = problem, _PIECE_BYTES // itemsize
     if p.groups > 1 or p.batch == 0 or p.in_channels % piece or p.out_channels % piece:
@@ -172,7 +170,7 @@ def tiles_of(problem: Problem, itemsize: int, multiprocessors: int = REFERENCE.m
     if p.taps == math.prod(p.stride) or not can_be_folded(p) or not _fits_integers(p, multiprocessors):
         return
     for row_blocks in (1, 2):
-        dense = Tile(p, itemsize, row_blocks, _LEAST_LINES, 1, 1, multiprocessors=multiprocessors)
+        dense = Tile(p, itemsize, row_blocks, _LEAST_LINES, 1, 1, multiprocessors)
         menu = _lines_of(dense)
         for lines, shape in itertools.product(menu, _shapes_of(dense)):
             whole = shape.strips * shape.segments == 1
@@ -243,11 +241,6 @@ def _slot_bytes(positions: int) -> int:
     return up_to_multiple(positions * CHUNK_BYTES, _SWIZZLED_BYTES)
 
 
-def _halo(taps: int, stride: int, dilation: int) -> int:
-    step = stride // math.gcd(stride, dilation)
-    return (-(-taps // step) - 1) * dilation * step // stride
-
-
 def _fits_integers(problem: Problem, multiprocessors: int) -> bool:
     """Whether the kernel's integers reach as far as any tile of a problem does."""
     p, (height, width) = problem, problem.output_size
@@ -257,19 +250,6 @@ def _fits_integers(problem: Problem, multiprocessors: int) -> bool:
     rows = (p.batch + 2 * BLOCK_ROWS) * (height + 2 * BLOCK_ROWS * p.stride[0])
     pieces = math.prod(p.output_shape) // 4
     return max(items, rows, width + LONGEST_BOX, pieces) <= INT32_MAX
-
-
-def macros_of(tile: Tile, dtype: torch.dtype) -> Macros:
-    """Macros that specialise csrc/sm90/implicit_gemm_nhwc.cu: nothing that depends on sizes of images."""
-    return {
-        "ELEMENT_T": ELEMENT_TYPES[dtype],
-        "PACKED": int(tile.packed),
-        "DEFERRED_STORES": int(tile.kept),
-        **named_macros(tile.problem, "in_channels out_channels"),
-        **named_macros(tile, "row_blocks lines"),
-        "DENSE": int(tile.group == 0),
-        **geometry_macros(tile.problem),
-    }
 
 
 class ImplicitGemmNhwc(OneFormatForward):
@@ -307,7 +287,15 @@ class ImplicitGemmNhwc(OneFormatForward):
             "by_strips, by_segments": (reciprocal(tile.strips), reciprocal(tile.segments)),
             "by_across, by_strip_rows": (reciprocal(across), reciprocal(strip_rows)),
         }
-        macros = macros_of(tile, config.dtype)
+        macros: Macros = {  # none depends on sizes of images
+            "ELEMENT_T": ELEMENT_TYPES[config.dtype],
+            "PACKED": int(tile.packed),
+            "DEFERRED_STORES": int(tile.kept),
+            **named_macros(p, "in_channels out_channels"),
+            **named_macros(tile, "row_blocks lines"),
+            "DENSE": int(tile.group == 0),
+            **geometry_macros(p),
+        }
         return forward_program(config, "implicit_gemm_nhwc", tile, macros, params)
 
 
