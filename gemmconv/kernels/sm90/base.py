@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 import torch
 
 from gemmconv.device import REFERENCE
-from gemmconv.geometry import Problem, Shape4
+from gemmconv.geometry import Pair, Problem, Shape4
+from gemmconv.hashing import cached_property
 from gemmconv.kernels.base import Config, Kernel, Pass
 from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.layout.transpose import transpose_seconds
@@ -18,6 +19,7 @@ from gemmconv.kernels.program import TensorMapSpec
 
 SHARED_BYTES = REFERENCE.shared_bytes  # of a block
 LONGEST_BOX = 256  # elements that a box of a tensor map reaches over, along each axis
+_MOST_STAGES = 8  # of weight gradients
 DEVICE = costs_of("device")
 CLOCK_RATE = DEVICE.busy_clock  # cycles a second, where tensor cores are busy
 FAST_CLOCK_RATE = REFERENCE.clock  # where they are not, as estimates of such kernels are fitted
@@ -78,6 +80,26 @@ def image_map(
     else:
         sizes, strides = (width, channels, height, images), (height * line, line, image)
     return TensorMapSpec(name, itemsize, sizes, strides, box, **others)
+
+
+class WeightGradTile:
+    """A tile of a weight gradient, whose block has a part of the weights and goes over pixels in stages."""
+
+    problem: Problem
+    stage_bytes: int  # bytes of a stage, with its barriers
+
+    @property
+    def channels(self) -> Pair:
+        """Input and output channels of a group."""
+        return self.problem.gemm_k, self.problem.group_out_channels
+
+    @cached_property
+    def stages(self) -> int:
+        return min(_MOST_STAGES, (SHARED_BYTES - 1024) // self.stage_bytes)
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.stages * self.stage_bytes
 
 
 class WeightGradKernel(Sm90Kernel):

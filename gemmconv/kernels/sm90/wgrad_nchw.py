@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from gemmconv.device import REFERENCE
 from gemmconv.geometry import Pair, Problem, Shape4
 from gemmconv.hashing import cached_property, changed
 from gemmconv.kernels.base import Config, Pass
@@ -22,11 +21,10 @@ from gemmconv.kernels.costs import costs_of, overlapped
 from gemmconv.kernels.integers import INT32_MAX, covering, power_of_two_within, up_to_multiple
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros, named_macros, table
 from gemmconv.kernels.program import Launch, Params, Program, TensorMapSpec
-from gemmconv.kernels.sm90.base import DEVICE, LONGEST_BOX, SHARED_BYTES, WeightGradKernel, variant_of
+from gemmconv.kernels.sm90.base import DEVICE, LONGEST_BOX, WeightGradKernel, WeightGradTile, variant_of
 from gemmconv.kernels.splits.reduce import fits, wgrad_partial_bytes, wgrad_partial_dtype, wgrad_program
 
 _BLOCK_ROWS = 64
-_MOST_STAGES = 8
 _LINES = (1, 2, 3, 4)  # of a tile, of each channel
 _STEP_BYTES = 32  # of pixels that one step multiplies, of each channel
 _BARRIER_BYTES = 24  # of a stage
@@ -40,7 +38,7 @@ _TAP_CYCLES, _ROUND_CYCLES = _COST.table("tap_cycles"), _COST.table("round_cycle
 
 
 @dataclass(frozen=True)
-class Tile:
+class Tile(WeightGradTile):
     """The work of a block; see csrc/sm90/wgrad_nchw.cu."""
 
     problem: Problem  # the geometry
@@ -60,7 +58,7 @@ class Tile:
     # planes of grad_output that are one long row together; 0 where rows are whole 16 bytes, for which another kernel
     # is compiled
     planes: int
-    multiprocessors: int = REFERENCE.multiprocessors  # multiprocessors of the GPU, each of which runs one block
+    multiprocessors: int  # multiprocessors of the GPU, each of which runs one block
 
     @cached_property
     def warpgroups(self) -> int:
@@ -89,11 +87,6 @@ class Tile:
     @property
     def block_co(self) -> int:
         return _BLOCK_ROWS * self.sides_co
-
-    @property
-    def channels(self) -> Pair:
-        """Input and output channels of a group."""
-        return self.problem.gemm_k, self.problem.group_out_channels
 
     @property
     def rows(self) -> int:
@@ -145,22 +138,14 @@ class Tile:
     def word_elements(self) -> int:
         return 4 // self.itemsize
 
-    @property
+    @cached_property
     def stage_bytes(self) -> int:
         outputs = len(self.slots) * self.block_co * self.row_pitch
-        return (self.parts * self.lines * self.ci_tile * self.pixels + outputs) * self.itemsize
+        return (self.parts * self.lines * self.ci_tile * self.pixels + outputs) * self.itemsize + _BARRIER_BYTES
 
     @property
     def parts(self) -> int:
         return 2 if self.split else 1
-
-    @cached_property
-    def stages(self) -> int:
-        return min(_MOST_STAGES, (SHARED_BYTES - 1024) // (self.stage_bytes + _BARRIER_BYTES))
-
-    @property
-    def shared_bytes(self) -> int:
-        return self.stages * (self.stage_bytes + _BARRIER_BYTES)
 
     @property
     def tiles_image(self) -> Pair:

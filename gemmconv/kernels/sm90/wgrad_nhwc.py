@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import torch
 
-from gemmconv.device import REFERENCE
 from gemmconv.geometry import Pair, Problem
 from gemmconv.hashing import cached_property, changed
 from gemmconv.kernels.base import DEFAULT_WORKSPACE_LIMIT, Config, Pass
@@ -22,14 +21,13 @@ from gemmconv.kernels.integers import INT32_MAX, covering, up_to_multiple
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros, named_macros
 from gemmconv.kernels.menu import menu_of, samples
 from gemmconv.kernels.program import Launch, Params, Program, TensorMapSpec
-from gemmconv.kernels.sm90.base import DEVICE, LONGEST_BOX, SHARED_BYTES, WeightGradKernel, image_map
+from gemmconv.kernels.sm90.base import DEVICE, LONGEST_BOX, WeightGradKernel, WeightGradTile, image_map
 from gemmconv.kernels.splits.reduce import fits, wgrad_partial_bytes, wgrad_partial_dtype, wgrad_program
 
 _ATOM = 64  # channels of a line
 _LINE_BYTES = 2 * _ATOM
 _STEP = 16  # pixels
 _LONGEST_STEP = 8  # elements from one of a box to the next
-_MOST_STAGES = 8
 _BARRIER_BYTES = 16  # of a stage
 # Most columns of a thread's sums, by warpgroups: more than the compiler finds registers for at first.
 _SUMS = {1: 192, 2: 192, 3: 128}
@@ -78,7 +76,7 @@ class Taps:
 
 
 @dataclass(frozen=True)
-class Tile:
+class Tile(WeightGradTile):
     """The work of a block; see csrc/sm90/wgrad_nhwc.cu."""
 
     problem: Problem  # the geometry
@@ -87,16 +85,11 @@ class Tile:
     sides: Pair  # warpgroups with input channels of their own, and with output channels of their own
     taps_h: Taps  # taps_h, taps_w: taps of a block down and across
     taps_w: Taps
-    multiprocessors: int = REFERENCE.multiprocessors  # multiprocessors of the GPU, each of which runs one block
+    multiprocessors: int  # multiprocessors of the GPU, each of which runs one block
 
     @property
     def warpgroups(self) -> int:
         return math.prod(self.sides) * self.taps_h.sides * self.taps_w.sides
-
-    @property
-    def channels(self) -> Pair:
-        """Input and output channels of a group."""
-        return self.problem.gemm_k, self.problem.group_out_channels
 
     @property
     def pixels(self) -> int:
@@ -114,17 +107,9 @@ class Tile:
         return self.sides[1] * self.taps_h.boxes * self.taps_w.boxes
 
     @cached_property
-    def _stage_bytes(self) -> int:
+    def stage_bytes(self) -> int:
         lines = self.sides[0] * self.pixels + self.boxes * up_to_multiple(math.prod(self.box), 8)
         return lines * _LINE_BYTES + _BARRIER_BYTES
-
-    @cached_property
-    def stages(self) -> int:
-        return min(_MOST_STAGES, (SHARED_BYTES - 1024) // self._stage_bytes)
-
-    @property
-    def shared_bytes(self) -> int:
-        return self.stages * self._stage_bytes
 
     @property
     def tiles_image(self) -> Pair:
@@ -318,7 +303,6 @@ class WgradNhwc(WeightGradKernel):
             return
         sizes = [size for size in _all_sizes(config.problem) if size[0] < 2 * config.problem.batch]
         for tile in _layer_tiles(config.problem, config.spec.multiprocessors):
-            # By lines of boxes in all.
             sized = (_sized(tile, size) for size in sizes)
             least = sorted(sized, key=lambda one: one.tiles * (one.pixels + math.prod(one.box)))  # lines of boxes
             yield from (one for one in least[:8] if one.possible and one.slices(config.workspace_limit) > 0)
