@@ -30,9 +30,12 @@ def item_cycles_of(plan: Plan) -> float:
     return _overlapping(plan, _multiplied(plan), _loaded(plan), _stored(plan), waited) * _factor(plan)
 
 
-def cycles_of_items(items_of_a_block: int, item: float, least_bytes: int) -> float:
-    """Cycles of a launch: items of a block in sequence, or the time to move the least bytes if that is longer."""
-    return _COST.start_cycles + max(items_of_a_block * item, least_bytes * _COST.memory_cycles)
+def cycles_of_batch(plan: Plan, batch: int, least_bytes: int) -> float:
+    """Roughly the cycles of a launch for so many images, which moves so many bytes of memory at least.
+
+    A block takes its items one after the other, unless moving the bytes takes longer.
+    """
+    return _COST.start_cycles + max(plan.items_of_a_block(batch) * plan.item_cycles, least_bytes * _COST.memory_cycles)
 
 
 def cycles_of_tensor_cores(plan: Plan) -> float:

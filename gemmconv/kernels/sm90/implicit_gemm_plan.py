@@ -19,7 +19,7 @@ from gemmconv.kernels.base import Pass
 from gemmconv.kernels.integers import covering, even_share, up_to_multiple
 from gemmconv.kernels.phases import Gathering, axis_taps
 from gemmconv.kernels.sm90.base import LONGEST_BOX, SHARED_BYTES
-from gemmconv.kernels.sm90.implicit_gemm_cost import cost_of_boxes, cost_of_lines, cycles_of_items, item_cycles_of
+from gemmconv.kernels.sm90.implicit_gemm_cost import cost_of_boxes, cost_of_lines, cycles_of_batch, item_cycles_of
 from gemmconv.kernels.weights.pack import MOST_ENTRIES, ROWS_CHANNELS, ROWS_LINES, ROWS_PLAIN, ROWS_SLOTS
 
 _BARRIER_BYTES = 8
@@ -714,11 +714,7 @@ class Plan(Gathering):
     @cached_property
     def cycles(self) -> float:
         """Roughly the cycles of the launch, by which plans are chosen."""
-        return self.cycles_of_batch(self.problem.batch, self.problem.least_bytes(self.itemsize))
-
-    def cycles_of_batch(self, batch: int, least_bytes: int) -> float:
-        """Roughly the cycles of a launch for so many images, which moves so many bytes of memory at least."""
-        return cycles_of_items(self.items_of_a_block(batch), self.item_cycles, least_bytes)
+        return cycles_of_batch(self, self.problem.batch, self.problem.least_bytes(self.itemsize))
 
     def fitted(self, problem: Problem) -> Plan | None:
         """The plan for a problem that differs in sizes alone, with as much of what is compiled as these allow.
