@@ -141,11 +141,7 @@ class Tile(WeightGradTile):
     @cached_property
     def stage_bytes(self) -> int:
         outputs = len(self.slots) * self.block_co * self.row_pitch
-        return (self.parts * self.lines * self.ci_tile * self.pixels + outputs) * self.itemsize + _BARRIER_BYTES
-
-    @property
-    def parts(self) -> int:
-        return 2 if self.split else 1
+        return ((1 + self.split) * self.lines * self.ci_tile * self.pixels + outputs) * self.itemsize + _BARRIER_BYTES
 
     @property
     def tiles_image(self) -> Pair:
@@ -167,7 +163,7 @@ class Tile(WeightGradTile):
         """Roughly the registers of a thread that multiplies."""
         words = ((self.taps[1] - 1) * self.problem.dilation[1] + self.problem.stride[1]) // self.word_elements + 2
         sums = math.prod(self.taps) * self.ci_tile // 2
-        return self.parts * (sums + 8 * self.taps[1]) + 2 * words + _OTHER_REGISTERS
+        return (1 + self.split) * (sums + 8 * self.taps[1]) + 2 * words + _OTHER_REGISTERS
 
     @property
     def reads_pieces(self) -> bool:
@@ -419,26 +415,6 @@ def _typical(problem: Problem, itemsize: int) -> Iterator[Problem]:
                 break
 
 
-def macros_of(tile: Tile, dtype: torch.dtype) -> Macros:
-    """Macros that specialise csrc/sm90/wgrad_nchw.cu."""
-    ci, co = tile.channels
-    return {
-        "ELEMENT_T": ELEMENT_TYPES[dtype],
-        "PARTIAL_T": ELEMENT_TYPES[wgrad_partial_dtype(dtype, tile.most_slices)],
-        "CI": ci,
-        "CO": co,
-        "PIXELS": tile.pixels,
-        "ROWS": tile.lines,
-        **named_macros(tile, "split tile_w segment vector ci_tile sides_co sides_h sides_w taps row_pitch stages"),
-        "SLOTS": len(tile.slots),
-        "SLOT_ROWS": table([row for row, _ in tile.slots]),
-        "SLOT_COLUMNS": table([column for _, column in tile.slots]),
-        "SLOT_OF": f"{{{','.join(map(table, tile.slot_of))}}}",
-        "LONG_ROWS": int(tile.planes > 0),
-        **geometry_macros(tile.problem),
-    }
-
-
 def maps_of(tile: Tile) -> tuple[TensorMapSpec, TensorMapSpec]:
     """The tensor maps of input and grad_output."""
     p = tile.problem
@@ -478,6 +454,21 @@ class WgradNchw(WeightGradKernel):
 
     def program(self, config: Config, direction: Pass, tile: Tile) -> Program:
         p, slices, (down, across) = config.problem, tile.slices(config.workspace_limit), tile.tiles_image
+        macros: Macros = {
+            "ELEMENT_T": ELEMENT_TYPES[config.dtype],
+            "PARTIAL_T": ELEMENT_TYPES[wgrad_partial_dtype(config.dtype, tile.most_slices)],
+            "CI": p.gemm_k,
+            "CO": p.group_out_channels,
+            "PIXELS": tile.pixels,
+            "ROWS": tile.lines,
+            **named_macros(tile, "split tile_w segment vector ci_tile sides_co sides_h sides_w taps row_pitch stages"),
+            "SLOTS": len(tile.slots),
+            "SLOT_ROWS": table([row for row, _ in tile.slots]),
+            "SLOT_COLUMNS": table([column for _, column in tile.slots]),
+            "SLOT_OF": f"{{{','.join(map(table, tile.slot_of))}}}",
+            "LONG_ROWS": int(tile.planes > 0),
+            **geometry_macros(p),
+        }
         params: Params = {
             "input, grad_output": maps_of(tile),
             "partials": "partials",
@@ -486,7 +477,6 @@ class WgradNchw(WeightGradKernel):
             "tiles_w, tiles_h, tiles, slices": (across, down, tile.tiles, slices),
             "plane_bits": tile.planes // 2,  # of 1, 2 or 4
         }
-        macros = macros_of(tile, config.dtype)
         grid, block = (tile.weight_blocks * slices, 1, 1), (128 * (tile.warpgroups + 1), 1, 1)
         main = Launch("sm90/wgrad_nchw.cu", macros, grid, block, params, tile.shared_bytes)
         columns = tile.input_width - p.input_size[1]

@@ -17,10 +17,10 @@ from gemmconv.geometry import Pair, Problem
 from gemmconv.hashing import cached_property, changed
 from gemmconv.kernels.base import DEFAULT_WORKSPACE_LIMIT, Config, Pass
 from gemmconv.kernels.costs import costs_of
-from gemmconv.kernels.integers import INT32_MAX, covering, up_to_multiple
+from gemmconv.kernels.integers import INT32_MAX, covering, power_of_two, up_to_multiple
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros, named_macros
 from gemmconv.kernels.menu import menu_of, samples
-from gemmconv.kernels.program import Launch, Params, Program, TensorMapSpec
+from gemmconv.kernels.program import Launch, Params, Program
 from gemmconv.kernels.sm90.base import DEVICE, LONGEST_BOX, WeightGradKernel, WeightGradTile, image_map
 from gemmconv.kernels.splits.reduce import fits, wgrad_partial_bytes, wgrad_partial_dtype, wgrad_program
 
@@ -233,7 +233,7 @@ def _taps_of(problem: Problem, axis: int, sides: int) -> list[Taps]:
 def _all_sizes(problem: Problem) -> Iterator[Size]:
     """The pixels that a tile may have: several images where it has all of each."""
     height, width = problem.input_size
-    narrow = 1 << (width - 1).bit_length()
+    narrow = power_of_two(width)
     for columns, rows, images in itertools.product((narrow, *_WIDTHS) if narrow < 8 else _WIDTHS, _POWERS, _POWERS):
         if images > 1 and (rows < height or columns < width):
             continue
@@ -259,36 +259,6 @@ def _menu_of(problems: tuple[Problem, ...], multiprocessors: int) -> list[Tile]:
     menu = menu_of(tiles, [[tile.at(one).seconds(limit) for tile in tiles] for one in problems], _MENU)
     # Where fewer are the fastest at all these sizes, the first tile is the fastest at a few others.
     return [*menu, *tiles[:1]][:_MENU]
-
-
-def macros_of(tile: Tile, dtype: torch.dtype, slices: int) -> Macros:
-    """Macros that specialise csrc/sm90/wgrad_nhwc.cu."""
-    ci, co = tile.channels
-    macros: Macros = {
-        "ELEMENT_T": ELEMENT_TYPES[dtype],
-        "PARTIAL_T": ELEMENT_TYPES[wgrad_partial_dtype(dtype, slices)],
-        "CI": ci,
-        "CO": co,
-        "TILE_N": tile.size[0],
-        "TILE_H": tile.size[1],
-        "TILE_W": tile.size[2],
-        "PAIR_ROWS": int(tile.pair_rows),
-        "SIDES_CI": tile.sides[0],
-        "SIDES_CO": tile.sides[1],
-        **named_macros(tile, "columns stages shared_bytes"),
-        **geometry_macros(tile.problem),
-    }
-    for axis, taps in (("H", tile.taps_h), ("W", tile.taps_w)):
-        macros |= {f"SIDES_{axis}": taps.sides, f"TAPS_{axis}": taps.taps, f"BOXES_{axis}": taps.boxes}
-    return macros
-
-
-def maps_of(tile: Tile) -> tuple[TensorMapSpec, TensorMapSpec]:
-    """The tensor maps of input and grad_output."""
-    p, (stride_h, stride_w) = tile.problem, tile.problem.stride
-    lines, box = ((_ATOM, columns, rows, images) for images, rows, columns in (tile.size, tile.box))
-    inputs, steps = image_map(p.input_shape, 2, lines, channels_last=True), (1, stride_w, stride_h, 1)
-    return inputs, image_map(p.output_shape, 2, box, True, "grad_output", steps=steps)
 
 
 class WgradNhwc(WeightGradKernel):
@@ -322,14 +292,31 @@ class WgradNhwc(WeightGradKernel):
         return made if (slices == 1) == (tile.slices(limit) == 1) else None  # a single slice is of the gradient's type
 
     def program(self, config: Config, direction: Pass, tile: Tile) -> Program:
-        slices, (down, across) = tile.slices(config.workspace_limit), tile.tiles_image
+        p, slices, (down, across) = config.problem, tile.slices(config.workspace_limit), tile.tiles_image
+        macros: Macros = {
+            "ELEMENT_T": ELEMENT_TYPES[config.dtype],
+            "PARTIAL_T": ELEMENT_TYPES[wgrad_partial_dtype(config.dtype, slices)],
+            "CI": p.gemm_k,
+            "CO": p.group_out_channels,
+            "TILE_N": tile.size[0],
+            "TILE_H": tile.size[1],
+            "TILE_W": tile.size[2],
+            "PAIR_ROWS": int(tile.pair_rows),
+            "SIDES_CI": tile.sides[0],
+            "SIDES_CO": tile.sides[1],
+            **named_macros(tile, "columns stages shared_bytes"),
+            **geometry_macros(p),
+        }
+        for axis, taps in (("H", tile.taps_h), ("W", tile.taps_w)):
+            macros |= {f"SIDES_{axis}": taps.sides, f"TAPS_{axis}": taps.taps, f"BOXES_{axis}": taps.boxes}
+        lines, box = ((_ATOM, columns, rows, images) for images, rows, columns in (tile.size, tile.box))
+        input_map, steps = image_map(p.input_shape, 2, lines, channels_last=True), (1, p.stride[1], p.stride[0], 1)
         params: Params = {
-            "input, grad_output": maps_of(tile),
+            "input, grad_output": (input_map, image_map(p.output_shape, 2, box, True, "grad_output", steps=steps)),
             "partials": "partials",
-            "groups": config.problem.groups,
+            "groups": p.groups,
             "tiles_w, tiles_h, tiles, slices": (across, down, tile.tiles, slices),
         }
-        macros = macros_of(tile, config.dtype, slices)
         grid, block = (tile.weight_blocks * slices, 1, 1), (128 * (tile.warpgroups + 1), 1, 1)
         main = Launch("sm90/wgrad_nhwc.cu", macros, grid, block, params, tile.shared_bytes)
         return wgrad_program(config, slices, torch.channels_last, main)
