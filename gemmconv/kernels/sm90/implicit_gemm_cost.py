@@ -27,7 +27,9 @@ _SECTOR_BYTES = 32  # that memory reads and writes at a time
 def item_cycles_of(plan: Plan) -> float:
     """Roughly the cycles of an item of a plan that is possible."""
     waited = plan.chunks * _COST.lines_wait_cycles / plan.stages[0] if plan.way == "lines" else 0  # for lines
-    return _overlapping(plan, _multiplied(plan), _loaded(plan), _stored(plan), waited) * _factor(plan)
+    overlaps = {"lines": _COST.lines_overlap, "landing": _COST.landing_overlap, "loaded": _COST.loaded_overlap}
+    parts = _multiplied(plan), _loaded(plan), _stored(plan), waited
+    return overlapped(overlaps[plan.way], *parts) * _factor(plan)
 
 
 def cycles_of_batch(plan: Plan, batch: int, least_bytes: int) -> float:
@@ -54,7 +56,7 @@ def cycles_of_tensor_cores(plan: Plan) -> float:
 
 def cost_of_lines(plan: Plan, boxes: int, box_bytes: int) -> float:
     """In proportion to what a chunk of an item takes whose inputs come as so many boxes of lines, of bytes together."""
-    return _overlapping(plan, _multiplied(plan) / plan.chunks, cost_of_boxes(boxes, box_bytes))
+    return overlapped(_COST.lines_overlap, _multiplied(plan) / plan.chunks, cost_of_boxes(boxes, box_bytes))
 
 
 def cost_of_boxes(boxes: int, box_bytes: int) -> float:
@@ -65,12 +67,6 @@ def cost_of_boxes(boxes: int, box_bytes: int) -> float:
 def _cycles_of_boxes(boxes: int, box_bytes: float) -> float:
     """Cycles to copy so many boxes of lines with so many bytes together."""
     return max(boxes * _COST.line_box_cycles, box_bytes * _COST.line_byte_cycles)
-
-
-def _overlapping(plan: Plan, *parts: float) -> float:
-    """The time of parts of an item that overlap."""
-    overlaps = {"lines": _COST.lines_overlap, "landing": _COST.landing_overlap, "loaded": _COST.loaded_overlap}
-    return overlapped(overlaps[plan.way], *parts)
 
 
 def _factor(plan: Plan) -> float:
