@@ -415,24 +415,17 @@ def _typical(problem: Problem, itemsize: int) -> Iterator[Problem]:
                 break
 
 
-def maps_of(tile: Tile) -> tuple[TensorMapSpec, TensorMapSpec]:
-    """The tensor maps of input and grad_output."""
-    p = tile.problem
+def _map_of(name: str, itemsize: int, shape: Shape4, planes: int, box: Shape4) -> TensorMapSpec:
+    """The tensor map of rows of a tensor; or, if there are ``planes``, of so many planes together as one row.
 
-    def of(name: str, shape: Shape4, planes: int, box: Shape4, swizzled: bool) -> TensorMapSpec:
-        """The tensor map of rows; or, if there are ``planes``, of so many planes together as one row."""
-        images, channels, height, width = shape
-        if planes:
-            channels, height, width = channels // planes, 1, planes * height * width
-        row = width * tile.itemsize
-        sizes, strides = (width, height, channels, images), (row, height * row, channels * height * row)
-        return TensorMapSpec(name, tile.itemsize, sizes, strides, box, swizzled=swizzled)
-
-    inputs, outputs = tile.box_channels
-    batch, channels, height, _ = p.input_shape
-    shape, lines = (batch, channels, height, tile.input_width), (tile.pixels, 1, inputs, 1)
-    rows = tile.row_pitch, 1, outputs // max(1, tile.planes), 1
-    return of("input", shape, int(tile.flat), lines, True), of("grad_output", p.output_shape, tile.planes, rows, False)
+    Boxes of the input are swizzled.
+    """
+    images, channels, height, width = shape
+    if planes:
+        channels, height, width = channels // planes, 1, planes * height * width
+    row = width * itemsize
+    sizes, strides = (width, height, channels, images), (row, height * row, channels * height * row)
+    return TensorMapSpec(name, itemsize, sizes, strides, box, swizzled=name == "input")
 
 
 class WgradNchw(WeightGradKernel):
@@ -469,8 +462,13 @@ class WgradNchw(WeightGradKernel):
             "LONG_ROWS": int(tile.planes > 0),
             **geometry_macros(p),
         }
+        (inputs, outputs), shape = tile.box_channels, (*p.input_shape[:3], tile.input_width)
+        lines, rows = (tile.pixels, 1, inputs, 1), (tile.row_pitch, 1, outputs // max(1, tile.planes), 1)
         params: Params = {
-            "input, grad_output": maps_of(tile),
+            "input, grad_output": (
+                _map_of("input", tile.itemsize, shape, int(tile.flat), lines),
+                _map_of("grad_output", tile.itemsize, p.output_shape, tile.planes, rows),
+            ),
             "partials": "partials",
             "groups, w_in": (p.groups, tile.input_width),
             "h_out, w_out": p.output_size,

@@ -132,11 +132,6 @@ class Tile(WeightGradTile):
         return min(_ATOM, -(-self.channels[1] // 16) * 16)
 
     @property
-    def products(self) -> int:
-        """Products of a step, of a warpgroup."""
-        return self.taps_h.own * self.taps_w.own
-
-    @property
     def possible(self) -> bool:
         """Whether stages fit, boxes are not too long, and the pixels of a step lie at regular distances in them."""
         (stride_h, stride_w), (_, height, width), (_, box_height, box_width) = self.problem.stride, self.size, self.box
@@ -149,7 +144,8 @@ class Tile(WeightGradTile):
     @cached_property
     def cycles(self) -> float:
         """Roughly the cycles of a tile: of products, or of copies."""
-        products = self.pixels / _STEP * self.products * self.warpgroups
+        # Each warpgroup has a product for each of its taps in a step.
+        products = self.pixels / _STEP * (self.taps_h.own * self.taps_w.own) * self.warpgroups
         lines = self.sides[0] * self.pixels + self.boxes * math.prod(self.box)
         # Both sides of each product are read, and lines written, at 128 bytes a cycle.
         multiplied, read = products * (self.columns / 2 * _COST.product_share), products * (_STEP + self.columns / 4)
