@@ -71,7 +71,7 @@ def test_input_rows_of_taps_are_those_that_the_definition_has(tile):
     for output, (place, tap) in itertools.product(range(tile.output_size[0]), enumerate(tile.taps_down)):
         row = output % tile.rows
         assert place + row < tile.input_rows
-        input_row = output - row + tile.compiled["FIRST_ROW"] + row + place
+        input_row = output - row + tile.first_row + row + place
         if 0 <= input_row < tile.input_size[0]:
             found.add((output, tap.tap, input_row))
     assert found == reads(tile, 0)

@@ -1,4 +1,4 @@
-"""What Hopper's kernels share: their base classes, the rates that estimates count in, tensor maps, forward programs."""
+"""What Hopper's kernels share: their base classes, limits, the rates that estimates count in, and tensor maps."""
 
 from __future__ import annotations
 
@@ -9,14 +9,19 @@ from typing import Any, ClassVar
 import torch
 
 from gemmconv.device import REFERENCE
-from gemmconv.geometry import Problem, Shape4
+from gemmconv.geometry import Pair, Problem, Shape4
+from gemmconv.hashing import cached_property
 from gemmconv.kernels.base import Config, Kernel, Pass
 from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.layout.transpose import transpose_seconds
-from gemmconv.kernels.macros import TENSOR_CORE_TYPES, Macros
-from gemmconv.kernels.program import Launch, Operand, Params, Program, TensorMapSpec, gathering
+from gemmconv.kernels.macros import TENSOR_CORE_TYPES
+from gemmconv.kernels.program import TensorMapSpec
 
-CLOCK_RATE = costs_of("device").busy_clock  # cycles a second, where tensor cores are busy
+SHARED_BYTES = REFERENCE.shared_bytes  # of a block
+LONGEST_BOX = 256  # elements that a box of a tensor map reaches over, along each axis
+_MOST_STAGES = 8  # of weight gradients
+DEVICE = costs_of("device")
+CLOCK_RATE = DEVICE.busy_clock  # cycles a second, where tensor cores are busy
 FAST_CLOCK_RATE = REFERENCE.clock  # where they are not, as estimates of such kernels are fitted
 _FORMATS = {torch.contiguous_format: "NCHW", torch.channels_last: "channels_last"}
 
@@ -77,18 +82,24 @@ def image_map(
     return TensorMapSpec(name, itemsize, sizes, strides, box, **others)
 
 
-def forward_program(
-    config: Config, name: str, tile: Any, macros: Macros, params: Params, threads: int, pack: Launch | None = None
-) -> Program:
-    """A forward pass by csrc/sm90/``name``.cu, whose blocks, one a multiprocessor, take turns at the tile's items.
+class WeightGradTile:
+    """A tile of a weight gradient, whose block has a part of the weights and goes over pixels in stages."""
 
-    ``pack`` is what packs its weights, if anything does.
-    """
-    grid, block = (min(tile.items, config.spec.multiprocessors), 1, 1), (threads, 1, 1)
-    main = Launch(f"sm90/{name}.cu", macros, grid, block, params, tile.shared_bytes, overlaps=pack is not None)
-    weight = Operand("weight", config.memory_format, 16 if pack is None else 1)
-    launches, scratch = ([main], {}) if pack is None else ([pack, main], {"packed": tile.packed_bytes})
-    return gathering(config, "forward", launches, scratch, weight=weight)
+    problem: Problem
+    stage_bytes: int  # bytes of a stage, with its barriers
+
+    @property
+    def channels(self) -> Pair:
+        """Input and output channels of a group."""
+        return self.problem.gemm_k, self.problem.group_out_channels
+
+    @cached_property
+    def stages(self) -> int:
+        return min(_MOST_STAGES, (SHARED_BYTES - 1024) // self.stage_bytes)
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.stages * self.stage_bytes
 
 
 class WeightGradKernel(Sm90Kernel):

@@ -31,8 +31,7 @@ from gemmconv.kernels.program import (
     reciprocal,
     weight_strides,
 )
-from gemmconv.kernels.sm90.base import FAST_CLOCK_RATE, Sm90Kernel, image_map, variant_of
-from gemmconv.kernels.sm90.implicit_gemm_plan import SHARED_BYTES
+from gemmconv.kernels.sm90.base import FAST_CLOCK_RATE, LONGEST_BOX, SHARED_BYTES, Sm90Kernel, image_map, variant_of
 
 _COST = costs_of("sm90/gemm_fold_narrow")
 _RESERVED_BYTES = 1 << 10  # of shared memory, for each block
@@ -44,7 +43,7 @@ _WARPGROUP = 128  # threads; ptxas gives registers to whole ones
 _MOST_LINES = 256  # that the tensor core takes
 _MOST_OUTPUTS = 32  # that a thread folds at a time; with more it has no registers
 _LEAST_COPY, _MOST_COPY = 4, 16  # bytes that cp.async takes
-_BOX_LINE, _LONGEST_BOX = 128, 256  # bytes of a line of boxes; elements of a box
+_BOX_LINE = 128  # bytes of a line of boxes
 _COLUMNS = 32, 48, 64, 96, 128  # of strips
 _WHOLE_COLUMNS = 8, 16, 32, 64  # at most, of whole rows
 _MOST_ROWS, _MOST_POSITIONS = 8, 512  # of a step
@@ -206,7 +205,7 @@ class Tile:
         across = p.in_channels if self.channels_last else p.input_size[1]
         lines = self.columns if self.channels_last else self.padded
         whole = self.channels_last or self.whole or self.columns % self.line == 0
-        return whole and across * self.itemsize % 16 == 0 and lines <= _LONGEST_BOX
+        return whole and across * self.itemsize % 16 == 0 and lines <= LONGEST_BOX
 
     @property
     def input_map(self) -> TensorMapSpec:

@@ -24,13 +24,11 @@ from gemmconv.kernels.integers import INT32_MAX, up_to_multiple
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, named_macros
 from gemmconv.kernels.phases import Gathering, Tap, taps_of
 from gemmconv.kernels.program import Launch, Params, Program, gathering, reciprocal
-from gemmconv.kernels.sm90.base import Sm90Kernel, image_map
-from gemmconv.kernels.sm90.implicit_gemm_plan import SHARED_BYTES
+from gemmconv.kernels.sm90.base import DEVICE, LONGEST_BOX, SHARED_BYTES, Sm90Kernel, image_map
 from gemmconv.kernels.weights import pack
 
-_DEVICE = costs_of("device")
 _COST = costs_of("sm90/gemm_fold_rows")
-_BOX_LINE, _LONGEST_BOX = 128, 256  # of a tensor map: bytes of a line of a box; elements that a box reaches over
+_BOX_LINE = 128  # bytes of a line of a box of a tensor map
 _BARRIER_BYTES = 8
 _CARRIED = 8  # columns of the step before
 _MOST_FETCHED, _FETCHED_AHEAD = 256, 16 << 20  # bytes of a line; of all lines that are gone along
@@ -113,6 +111,11 @@ class RowTile(Gathering):
     def taps_down(self) -> list[Tap]:
         """Taps down, in the order of the rows of the input that they read."""
         return sorted(taps_of(self.problem, self.direction, 0), key=lambda tap: tap.shift)
+
+    @property
+    def first_row(self) -> int:
+        """Rows from an item's first one to its first input row."""
+        return self.taps_down[0].shift
 
     @property
     def weight_rows(self) -> int:
@@ -199,26 +202,16 @@ class RowTile(Gathering):
         """Whether boxes and integers hold it."""
         last = self.output_size[0] + self.rows, (self.steps + 1) * self.columns
         largest = max(self.items + self.multiprocessors, self.packed_bytes // 16, *last)
-        return max(self.input_rows, self.chunk) <= _LONGEST_BOX and largest <= INT32_MAX
+        return max(self.input_rows, self.chunk) <= LONGEST_BOX and largest <= INT32_MAX
 
     @property
     def moved_cycles(self) -> float:
         """Cycles to move the inputs and outputs of a call."""
-        return self.problem.image_bytes(self.itemsize) / _DEVICE.rows_memory_rate * _DEVICE.clock
+        return self.problem.image_bytes(self.itemsize) / DEVICE.rows_memory_rate * DEVICE.clock
 
     @property
-    def compiled(self) -> Macros:
-        """Macros of the kernel but the type of elements, which depend on the layer and the fields of the tile alone."""
-        return {
-            **named_macros(self, "in_channels out_channels channels channel_sets weight_rows pixels_on_m"),
-            **named_macros(self, f"delayed first_delay stages vector shared_bytes {self.own_macros}"),
-            "FIRST_ROW": self.taps_down[0].shift,  # from an item's first row to its first input row
-            "TAPS_ACROSS": len(self.taps_across),
-        }
-
-    @cached_property
     def packing(self) -> Macros:
-        """Macros for csrc/weights/pack.cu: steps are taps down and tiles of taps across."""
+        """Macros for csrc/weights/pack.cu but the type of elements: steps are taps down and tiles of taps across."""
         width, across = self.problem.kernel_size[1], [tap.tap for tap in self.taps_across]
         across += [-1] * (-len(across) % self.slots)  # slots that have no tap
         tiles = [across[first : first + self.slots] for first in range(0, len(across), self.slots)]
@@ -427,7 +420,7 @@ class GemmFoldRows(Sm90Kernel):
     directions = ("forward", "input_grad")
     serves = "one group, no stride or dilation, wide rows of whole 16 bytes, few taps across"
     only_in = torch.contiguous_format
-    clock_rate = _DEVICE.clock
+    clock_rate = DEVICE.clock
 
     def tiles(self, config: Config, direction: Pass) -> Iterator[Tile]:
         p, multiprocessors = config.problem, config.spec.multiprocessors
@@ -443,10 +436,8 @@ class GemmFoldRows(Sm90Kernel):
 
     def fitted(self, config: Config, direction: Pass, tile: Tile) -> Tile | None:
         sized = changed(tile, problem=config.problem)
-        if config.problem.batch == 0 or sized.input_size[1] % tile.piece or not sized.addressable:
-            return None
-        vars(sized).update(compiled=tile.compiled, packing=tile.packing)  # once for all sizes
-        return sized
+        fits = config.problem.batch > 0 and sized.input_size[1] % tile.piece == 0 and sized.addressable
+        return sized if fits else None
 
     def program(self, config: Config, direction: Pass, tile: Tile) -> Program:
         p, is_forward = config.problem, direction == "forward"
@@ -463,9 +454,15 @@ class GemmFoldRows(Sm90Kernel):
         }
         grid, block = (tile.blocks_on(config.spec.multiprocessors) * tile.channel_sets, 1, 1), (_THREADS, 1, 1)
         element: Macros = {"ELEMENT_T": ELEMENT_TYPES[config.dtype]}
-        packing, macros = pack.packing(element | tile.packing), element | tile.compiled
+        macros: Macros = {
+            **element,
+            **named_macros(tile, "in_channels out_channels channels channel_sets weight_rows pixels_on_m"),
+            **named_macros(tile, f"delayed first_delay stages vector shared_bytes {tile.own_macros} first_row"),
+            "TAPS_ACROSS": len(tile.taps_across),
+        }
         main = Launch("sm90/gemm_fold_rows.cu", macros, grid, block, params, tile.shared_bytes, overlaps=True)
-        return gathering(config, direction, (packing, main), {"packed": tile.packed_bytes})
+        launches = pack.packing(element | tile.packing), main
+        return gathering(config, direction, launches, {"packed": tile.packed_bytes})
 
 
 KERNEL = GemmFoldRows()

@@ -20,10 +20,10 @@ from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.integers import INT32_MAX
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, index_macros, named_macros, table
 from gemmconv.kernels.program import Launch, Params, Program, TensorMapSpec, gathering, reciprocal, small_reciprocal
-from gemmconv.kernels.sm90.base import CLOCK_RATE, Sm90Kernel, variant_of
+from gemmconv.kernels.sm90.base import CLOCK_RATE, SHARED_BYTES, Sm90Kernel, variant_of
 from gemmconv.kernels.sm90.implicit_gemm_choice import plan_of, plans_of, with_other_columns
 from gemmconv.kernels.sm90.implicit_gemm_cost import cycles_of_tensor_cores
-from gemmconv.kernels.sm90.implicit_gemm_plan import BLOCK_ROWS, PHASE_BASE, SHARED_BYTES, STORED_POSITIONS, Plan
+from gemmconv.kernels.sm90.implicit_gemm_plan import BLOCK_ROWS, PHASE_BASE, STORED_POSITIONS, Plan
 from gemmconv.kernels.weights import pack
 
 _COST = costs_of("sm90/implicit_gemm")

@@ -8,6 +8,7 @@ from functools import lru_cache
 
 from gemmconv.geometry import Pair
 from gemmconv.hashing import changed
+from gemmconv.kernels.sm90.implicit_gemm_cost import cycles_of_batch
 from gemmconv.kernels.sm90.implicit_gemm_plan import BLOCK_ROWS, FEW_LOADERS, MANY_LOADERS, MOST_COLUMNS, WIDEST, Plan
 
 _PROMISING = 4  # kinds of plans, all plans of which are looked at, and plans
@@ -34,7 +35,7 @@ def plan_of(smallest: Plan) -> Plan | None:
     """
     problem, least_bytes = smallest.problem, smallest.problem.least_bytes(smallest.itemsize)
     found = _searched(changed(smallest, problem=changed(problem, batch=max(_BATCHES))))
-    first = sorted(found, key=lambda plan: plan.cycles_of_batch(problem.batch, least_bytes))[:_PROMISING]
+    first = sorted(found, key=lambda plan: cycles_of_batch(plan, problem.batch, least_bytes))[:_PROMISING]
     plans = (changed(plan, problem=problem) for plan in first)
     return min((plan for plan in plans if plan.possible), key=lambda plan: plan.cycles, default=None)
 
@@ -42,16 +43,14 @@ def plan_of(smallest: Plan) -> Plan | None:
 @lru_cache(maxsize=256)
 def _searched(smallest: Plan) -> list[Plan]:
     """All plans of the most promising kinds, for few images and for many: there are hundreds in all."""
-    return _possible(smallest, _promising)
+    return plans_of(smallest, _promising)
 
 
-def plans_of(smallest: Plan) -> list[Plan]:
-    """The plans that a problem may have: those that fit registers, shared memory and constant memory."""
-    return _possible(smallest, list)
+def plans_of(smallest: Plan, chosen: Callable[[Iterable[Plan]], Iterable[Plan]] = iter) -> list[Plan]:
+    """The plans of the chosen kinds that a problem may have: they fit registers, shared memory and constant memory.
 
-
-def _possible(smallest: Plan, chosen: Callable[[Iterable[Plan]], list[Plan]]) -> list[Plan]:
-    """The possible plans of the chosen kinds; strips are narrow only where nothing else is possible."""
+    Strips are narrow only where nothing else is possible.
+    """
     for widths in (_WIDTHS, _NARROW_WIDTHS):
         kinds = chosen(_kinds(smallest, widths))
         if plans := [plan for kind in kinds for plan in _of_kind(kind)]:
@@ -64,7 +63,7 @@ def _promising(kinds: Iterable[Plan]) -> list[Plan]:
     kinds, promising = list(kinds), set[int]()
     tried = {i: plans for i, kind in enumerate(kinds) if (plans := _tried(kind))}
     for batch in _BATCHES:
-        order = sorted(tried, key=lambda i: min(plan.cycles_of_batch(batch, 0) for plan in tried[i]))
+        order = sorted(tried, key=lambda i: min(cycles_of_batch(plan, batch, 0) for plan in tried[i]))
         promising.update(order[:_PROMISING])
     return [kinds[i] for i in sorted(promising)] or kinds
 

@@ -27,12 +27,17 @@ _SECTOR_BYTES = 32  # that memory reads and writes at a time
 def item_cycles_of(plan: Plan) -> float:
     """Roughly the cycles of an item of a plan that is possible."""
     waited = plan.chunks * _COST.lines_wait_cycles / plan.stages[0] if plan.way == "lines" else 0  # for lines
-    return _overlapping(plan, _multiplied(plan), _loaded(plan), _stored(plan), waited) * _factor(plan)
+    overlaps = {"lines": _COST.lines_overlap, "landing": _COST.landing_overlap, "loaded": _COST.loaded_overlap}
+    parts = _multiplied(plan), _loaded(plan), _stored(plan), waited
+    return overlapped(overlaps[plan.way], *parts) * _factor(plan)
 
 
-def cycles_of_items(items_of_a_block: int, item: float, least_bytes: int) -> float:
-    """Cycles of a launch: items of a block in sequence, or the time to move the least bytes if that is longer."""
-    return _COST.start_cycles + max(items_of_a_block * item, least_bytes * _COST.memory_cycles)
+def cycles_of_batch(plan: Plan, batch: int, least_bytes: int) -> float:
+    """Roughly the cycles of a launch for so many images, which moves so many bytes of memory at least.
+
+    A block takes its items one after the other, unless moving the bytes takes longer.
+    """
+    return _COST.start_cycles + max(plan.items_of_a_block(batch) * plan.item_cycles, least_bytes * _COST.memory_cycles)
 
 
 def cycles_of_tensor_cores(plan: Plan) -> float:
@@ -49,23 +54,19 @@ def cycles_of_tensor_cores(plan: Plan) -> float:
     return _COST.start_cycles + plan.items_of_a_block(plan.problem.batch) * item
 
 
-def cost_of_lines(plan: Plan, boxes: int, box_bytes: float) -> float:
+def cost_of_lines(plan: Plan, boxes: int, box_bytes: int) -> float:
     """In proportion to what a chunk of an item takes whose inputs come as so many boxes of lines, of bytes together."""
-    return _overlapping(plan, _multiplied(plan) / plan.chunks, cycles_of_boxes(boxes, 2 * box_bytes))
+    return overlapped(_COST.lines_overlap, _multiplied(plan) / plan.chunks, cost_of_boxes(boxes, box_bytes))
 
 
-def cycles_of_boxes(boxes: int, box_bytes: float) -> float:
-    """Cycles to copy so many boxes of lines with so many bytes together.
+def cost_of_boxes(boxes: int, box_bytes: int) -> float:
+    """Cycles by which boxes of lines are chosen. Bytes count twice: stages lack what these take of shared memory."""
+    return _cycles_of_boxes(boxes, 2 * box_bytes)
 
-    Boxes are chosen with twice the bytes: what these take of shared memory is missing for stages.
-    """
+
+def _cycles_of_boxes(boxes: int, box_bytes: float) -> float:
+    """Cycles to copy so many boxes of lines with so many bytes together."""
     return max(boxes * _COST.line_box_cycles, box_bytes * _COST.line_byte_cycles)
-
-
-def _overlapping(plan: Plan, *parts: float) -> float:
-    """The time of parts of an item that overlap."""
-    overlaps = {"lines": _COST.lines_overlap, "landing": _COST.landing_overlap, "loaded": _COST.loaded_overlap}
-    return overlapped(overlaps[plan.way], *parts)
 
 
 def _factor(plan: Plan) -> float:
@@ -148,7 +149,7 @@ def _of_landings(plan: Plan) -> float:
 
 def _of_lines(plan: Plan) -> float:
     """Cycles to bring the inputs of an item as lines, and to round them in place."""
-    cycles = cycles_of_boxes(plan.boxes * math.prod(plan.unit), plan.patch_bytes / plan.parts)
+    cycles = _cycles_of_boxes(plan.boxes * math.prod(plan.unit), plan.patch_bytes / plan.parts)
     if plan.rounded:
         turns = -(-plan.unit_pitch * plan.units // (plan.loaders - 32))
         turn = _ROUNDING_CYCLES[plan.parts] * (_COST.few_rounders_factor if plan.few_loaders else 1)

@@ -13,38 +13,33 @@ from dataclasses import dataclass
 
 import torch
 
-from gemmconv.device import REFERENCE
 from gemmconv.geometry import Pair, Problem
 from gemmconv.hashing import cached_property, changed
 from gemmconv.kernels.base import Config, Pass
 from gemmconv.kernels.costs import costs_of, overlapped
 from gemmconv.kernels.integers import INT32_MAX, even_share, up_to_multiple
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros, named_macros
-from gemmconv.kernels.phases import can_be_folded, cells_of
+from gemmconv.kernels.phases import can_be_folded, cells_of, phase_shifts
 from gemmconv.kernels.program import Params, Program, reciprocal
-from gemmconv.kernels.sm90.base import FAST_CLOCK_RATE, OneFormatForward, forward_program, image_map
-from gemmconv.kernels.sm90.implicit_gemm_plan import SHARED_BYTES
-from gemmconv.kernels.weights.pack import k_major_macros, packing
+from gemmconv.kernels.sm90.base import FAST_CLOCK_RATE, LONGEST_BOX, SHARED_BYTES, OneFormatForward, image_map
+from gemmconv.kernels.sm90.pixels_on_m import BOX_LINES, CHUNK_BYTES, ChunkedTile, forward_program
 
 _COST = costs_of("sm90/implicit_gemm_nhwc")
 _ROWS_CYCLES = _COST.table("rows_cycles")
 BLOCK_ROWS = 128  # that two warpgroups multiply at once
 _GROUP_ROWS = 8  # whose lines follow each other where the tensor core reads them itself
-_LINE_BYTES, _PIECE_BYTES = 128, 16
-_BOX_LINES = 64  # output channels of a box of weights
+_PIECE_BYTES = 16
 _SWIZZLED_BYTES = 1_024  # that pieces are swapped within
-_LONGEST_BOX = 256
 _MOST_SUMS = 256  # lines times blocks of rows: registers have room
 _MOST_KEPT = {2: 256, 4: 160}  # and for their outputs too, by bytes of an element
 _LEAST_LINES = 32
-_THREADS = 384
 _LEAST_STAGES, _MOST_STAGES, _MOST_SLOTS = 3, 12, 4
 _BARRIER_BYTES = 16 * (_MOST_STAGES + _MOST_SLOTS)
 _MOST_STRIPS = 64
 
 
 @dataclass(frozen=True)
-class Tile:
+class Tile(ChunkedTile):
     """The work of a block of csrc/sm90/implicit_gemm_nhwc.cu; see its header."""
 
     problem: Problem  # the geometry
@@ -53,8 +48,8 @@ class Tile:
     lines: int  # output channels of an item
     images: int  # images of an item; where there are several, it has all of their cells
     strips: int  # strips that an image's columns of cells are cut into
+    multiprocessors: int  # multiprocessors of the GPU, each of which runs one block
     group: int = 0  # lines of a patch from a group of eight rows to the next, 0 where rows are lines from anywhere
-    multiprocessors: int = REFERENCE.multiprocessors  # multiprocessors of the GPU, each of which runs one block
 
     @property
     def rows(self) -> int:
@@ -77,9 +72,8 @@ class Tile:
 
     @cached_property
     def halo(self) -> Pair:
-        """How much farther than a cell the inputs reach that its first phase reads, which has the most taps."""
-        p = self.problem
-        down, across = map(_halo, p.kernel_size, p.stride, p.dilation)
+        """How much farther than a cell the inputs reach that one of its outputs reads, at most."""
+        down, across = (max(max(one) - min(one) for one in phase_shifts(self.problem, axis)) for axis in (0, 1))
         return down, across
 
     @property
@@ -101,32 +95,13 @@ class Tile:
         return _slot_bytes(self.positions)
 
     @property
-    def packed(self) -> bool:
-        """Whether weights are laid out by a launch of their own."""
-        return self.itemsize == 4
-
-    @property
     def kept(self) -> bool:
         """Whether outputs are stored while products of the next item run."""
         return self.lines * self.row_blocks <= _MOST_KEPT[self.itemsize]
 
     @property
-    def channels(self) -> int:
-        """Channels of a line."""
-        return _LINE_BYTES // self.itemsize
-
-    @property
-    def stage_bytes(self) -> int:
-        return (self.lines if self.packed else up_to_multiple(self.lines, _BOX_LINES)) * _LINE_BYTES
-
-    @property
     def line_blocks(self) -> int:
         return -(-self.problem.out_channels // self.lines)
-
-    @property
-    def chunks(self) -> int:
-        """Patches of an item, each of some channels."""
-        return -(-self.problem.in_channels // self.channels)
 
     @property
     def bias_bytes(self) -> int:
@@ -156,14 +131,9 @@ class Tile:
         return tiles * math.prod(p.stride) * self.line_blocks
 
     @property
-    def packed_bytes(self) -> int:
-        """Bytes of the packed weights."""
-        return self.problem.taps * self.problem.out_channels * self.chunks * _LINE_BYTES if self.packed else 0
-
-    @property
     def possible(self) -> bool:
         """Whether a patch is a box, and rings fit shared memory."""
-        return max(*self.patch_size, self.images) <= _LONGEST_BOX and self.ring_sizes[1] >= _LEAST_STAGES
+        return max(*self.patch_size, self.images) <= LONGEST_BOX and self.ring_sizes[1] >= _LEAST_STAGES
 
     @property
     def cycles(self) -> float:
@@ -185,14 +155,14 @@ class Tile:
         item = _COST.item_cycles + stored + self.chunks * taps * step
         computed = -(-self.items // self.multiprocessors) * item
         moved = _COST.moved_byte_cycles * (math.prod(p.output_shape) + math.prod(p.input_shape)) * self.itemsize
-        chunk_bytes = self.positions * _LINE_BYTES + taps * self.stage_bytes
+        chunk_bytes = self.positions * CHUNK_BYTES + taps * self.stage_bytes
         copied = _COST.copied_byte_cycles * self.items * self.chunks * chunk_bytes
         packing = _COST.pack_cycles + _COST.packed_byte_cycles * self.packed_bytes if self.packed else 0
         cycles = _COST.start_cycles + packing + overlapped(_COST.overlap, computed, moved, copied)
         return (_COST.margin if self.packed else 1) * cycles
 
 
-def tiles_of(problem: Problem, itemsize: int, multiprocessors: int = REFERENCE.multiprocessors) -> Iterator[Tile]:
+def tiles_of(problem: Problem, itemsize: int, multiprocessors: int) -> Iterator[Tile]:
     """The tiles that a problem may have."""
     p, piece = problem, _PIECE_BYTES // itemsize
     if p.groups > 1 or p.batch == 0 or p.in_channels % piece or p.out_channels % piece:
@@ -200,7 +170,7 @@ def tiles_of(problem: Problem, itemsize: int, multiprocessors: int = REFERENCE.m
     if p.taps == math.prod(p.stride) or not can_be_folded(p) or not _fits_integers(p, multiprocessors):
         return
     for row_blocks in (1, 2):
-        dense = Tile(p, itemsize, row_blocks, _LEAST_LINES, 1, 1, multiprocessors=multiprocessors)
+        dense = Tile(p, itemsize, row_blocks, _LEAST_LINES, 1, 1, multiprocessors)
         menu = _lines_of(dense)
         for lines, shape in itertools.product(menu, _shapes_of(dense)):
             whole = shape.strips * shape.segments == 1
@@ -254,7 +224,7 @@ def _best_strips(tile: Tile) -> list[int]:
         step = cells + across if tile.group else cells
         patch = _patch_rows(height, step, rows) + down, cells + across
         positions = math.prod(patch)
-        if max(patch) <= _LONGEST_BOX and 2 * _slot_bytes(positions) <= free:
+        if max(patch) <= LONGEST_BOX and 2 * _slot_bytes(positions) <= free:
             strips = -(-width // cells)
             found.append((strips * -(-height * step // rows) * (read + positions), strips))
     return [strips for _, strips in sorted(found)[:2]]
@@ -268,12 +238,7 @@ def _patch_rows(height: int, across: int, rows: int) -> int:
 
 
 def _slot_bytes(positions: int) -> int:
-    return up_to_multiple(positions * _LINE_BYTES, _SWIZZLED_BYTES)
-
-
-def _halo(taps: int, stride: int, dilation: int) -> int:
-    step = stride // math.gcd(stride, dilation)
-    return (-(-taps // step) - 1) * dilation * step // stride
+    return up_to_multiple(positions * CHUNK_BYTES, _SWIZZLED_BYTES)
 
 
 def _fits_integers(problem: Problem, multiprocessors: int) -> bool:
@@ -284,20 +249,7 @@ def _fits_integers(problem: Problem, multiprocessors: int) -> bool:
     items = cells * math.prod(p.stride) * (p.out_channels // _LEAST_LINES + 1) + multiprocessors
     rows = (p.batch + 2 * BLOCK_ROWS) * (height + 2 * BLOCK_ROWS * p.stride[0])
     pieces = math.prod(p.output_shape) // 4
-    return max(items, rows, width + _LONGEST_BOX, pieces) <= INT32_MAX
-
-
-def macros_of(tile: Tile, dtype: torch.dtype) -> Macros:
-    """Macros that specialise csrc/sm90/implicit_gemm_nhwc.cu: nothing that depends on sizes of images."""
-    return {
-        "ELEMENT_T": ELEMENT_TYPES[dtype],
-        "PACKED": int(tile.packed),
-        "DEFERRED_STORES": int(tile.kept),
-        **named_macros(tile.problem, "in_channels out_channels"),
-        **named_macros(tile, "row_blocks lines"),
-        "DENSE": int(tile.group == 0),
-        **geometry_macros(tile.problem),
-    }
+    return max(items, rows, width + LONGEST_BOX, pieces) <= INT32_MAX
 
 
 class ImplicitGemmNhwc(OneFormatForward):
@@ -318,29 +270,33 @@ class ImplicitGemmNhwc(OneFormatForward):
 
     def program(self, config: Config, direction: Pass, tile: Tile) -> Program:
         p = tile.problem
-        if tile.packed:
-            pack, weights = packing(k_major_macros(p, tile.lines, tile.chunks * (_LINE_BYTES // 16), 1)), None
-        else:
-            shape, weight_box = (1, p.out_channels, p.in_channels, p.taps), (_BOX_LINES, 1, tile.channels, 1)
-            pack, weights = None, image_map(shape, tile.itemsize, weight_box, channels_last=True, name="weight")
+        weights = tile.weights((1, p.out_channels, p.in_channels, p.taps), (BOX_LINES, 1, tile.channels, 1))
         across, (slots, stages), (rows, columns) = tile.across, tile.ring_sizes, tile.patch_size
         strip_rows, box = cells_of(p)[0] * across, (tile.channels, columns, rows, tile.images)
         input_map = image_map(p.input_shape, tile.itemsize, box, channels_last=True)
         params: Params = {
-            "input, weights": (input_map, weights or "packed"),
+            "input, weights": (input_map, weights),
             "bias, output": ("bias", "output"),
             "batch, items, out_h, out_w": (p.batch, tile.items, *p.output_size),
             "images, strips, segments": (tile.images, tile.strips, tile.segments),
             "strip_cells, across, strip_rows": (tile.strip_cells, across, strip_rows),
-            "patch_w, image_lines, group_bytes": (columns, rows * columns, tile.group * _LINE_BYTES),
+            "patch_w, image_lines, group_bytes": (columns, rows * columns, tile.group * CHUNK_BYTES),
             "slots, stages": (slots, stages),
-            "patch_bytes, slot_bytes": (tile.positions * _LINE_BYTES, tile.slot_bytes),
+            "patch_bytes, slot_bytes": (tile.positions * CHUNK_BYTES, tile.slot_bytes),
             "first_stage, first_bias": (slots * tile.slot_bytes, tile.first_bias),
             "by_strips, by_segments": (reciprocal(tile.strips), reciprocal(tile.segments)),
             "by_across, by_strip_rows": (reciprocal(across), reciprocal(strip_rows)),
         }
-        macros = macros_of(tile, config.dtype)
-        return forward_program(config, "implicit_gemm_nhwc", tile, macros, params, _THREADS, pack)
+        macros: Macros = {  # none depends on sizes of images
+            "ELEMENT_T": ELEMENT_TYPES[config.dtype],
+            "PACKED": int(tile.packed),
+            "DEFERRED_STORES": int(tile.kept),
+            **named_macros(p, "in_channels out_channels"),
+            **named_macros(tile, "row_blocks lines"),
+            "DENSE": int(tile.group == 0),
+            **geometry_macros(p),
+        }
+        return forward_program(config, "implicit_gemm_nhwc", tile, macros, params)
 
 
 KERNEL = ImplicitGemmNhwc(tiles_of)

@@ -18,10 +18,10 @@ from gemmconv.hashing import cached_property, changed
 from gemmconv.kernels.base import Pass
 from gemmconv.kernels.integers import covering, even_share, up_to_multiple
 from gemmconv.kernels.phases import Gathering, axis_taps
-from gemmconv.kernels.sm90.implicit_gemm_cost import cost_of_lines, cycles_of_boxes, cycles_of_items, item_cycles_of
+from gemmconv.kernels.sm90.base import LONGEST_BOX, SHARED_BYTES
+from gemmconv.kernels.sm90.implicit_gemm_cost import cost_of_boxes, cost_of_lines, cycles_of_batch, item_cycles_of
 from gemmconv.kernels.weights.pack import MOST_ENTRIES, ROWS_CHANNELS, ROWS_LINES, ROWS_PLAIN, ROWS_SLOTS
 
-SHARED_BYTES = REFERENCE.shared_bytes
 _BARRIER_BYTES = 8
 _UNIT_BYTES = 16
 BLOCK_ROWS, _WARP_ROWS = 64, 16
@@ -39,7 +39,7 @@ _MOST_STAGES = 24
 _STAGES = {4: _MOST_STAGES, 3: 8, 2: 3}
 _BOX_STAGES = {6: 6, 5: 5, 4: 5, 3: 3, 2: 3}, {6: 6, 5: 6, 4: 8, 3: 8, 2: 3}
 _MANY_STEPS = 8
-_BOX_ALIGNMENT, _LONGEST_BOX = 128, 256  # bytes, and elements of a line
+_BOX_ALIGNMENT = 128  # bytes
 _MOST_BOXES, _LONGEST_STEP = 32, 8  # of lines, of a patch: a lane has one; from one line of a box to the next
 _NARROW = 30  # cells of a strip, which are then not always whole vectors of outputs
 _MOST_ROWS, _SPARE_ROWS = 1.06, 3  # of a strip, for each that it needs, and beside them
@@ -391,7 +391,7 @@ class Plan(Gathering):
             return self.aligned
         if self.way == "lines":  # pixels are whole units
             units = self.in_channels * self.problem.groups * self.itemsize % _UNIT_BYTES == 0
-            fits = self.pitch * self.unit[1] <= _LONGEST_BOX and max(self.unit) <= _LONGEST_STEP
+            fits = self.pitch * self.unit[1] <= LONGEST_BOX and max(self.unit) <= _LONGEST_STEP
             return self.channels_last and self.wide == 1 and units and (self.whole_images or fits)
         # Planes, and rows of strips, are whole pieces of 16 bytes.
         height, width = self.input_size
@@ -410,9 +410,9 @@ class Plan(Gathering):
 
     def _line_box_of(self, strip_rows: int) -> tuple[int, int, int]:
         if self._flat_of(strip_rows):
-            return 1, 1, self.tile // -(-self.tile // _LONGEST_BOX)
+            return 1, 1, self.tile // -(-self.tile // LONGEST_BOX)
         rows, pitch = (strip_rows * self.pitch, 1) if self.whole_images else (strip_rows, self.pitch)
-        most, row_bytes = _LONGEST_BOX // self.unit[0], pitch * self.units * _UNIT_BYTES
+        most, row_bytes = LONGEST_BOX // self.unit[0], pitch * self.units * _UNIT_BYTES
         most_images = self.problem.batch if self.strips == 1 else 1
         images, rows = _line_box(self.tile, self.first, self.patch, pitch, rows, most, most_images, row_bytes)
         return (images, 1, rows) if self.whole_images else (images, rows, pitch)
@@ -459,7 +459,7 @@ class Plan(Gathering):
     def landing_box(self) -> bool:
         """Whether what lands is a box of a tensor map: a stretch of one image, or rows of one strip."""
         of_one_strip = self.strip_positions % self.tile == 0
-        fits = self.landing and self._whole_chunks and of_one_strip and max(self.box_size) <= _LONGEST_BOX
+        fits = self.landing and self._whole_chunks and of_one_strip and max(self.box_size) <= LONGEST_BOX
         return fits and (self.flat or self._rows_may_land)
 
     @cached_property
@@ -481,7 +481,7 @@ class Plan(Gathering):
     def _rows_may_land(self) -> bool:
         """Whether rows of inputs may land as a box: they are whole pieces of 16 bytes, and a cell has one input."""
         rows = self.unit == (1, 1) and self.input_size[1] * self.itemsize % _UNIT_BYTES == 0
-        fits = self.landing and rows and self._landed_width <= _LONGEST_BOX
+        fits = self.landing and rows and self._landed_width <= LONGEST_BOX
         return fits and not self.whole_images and self._whole_chunks
 
     @cached_property
@@ -714,11 +714,7 @@ class Plan(Gathering):
     @cached_property
     def cycles(self) -> float:
         """Roughly the cycles of the launch, by which plans are chosen."""
-        return self.cycles_of_batch(self.problem.batch, self.problem.least_bytes(self.itemsize))
-
-    def cycles_of_batch(self, batch: int, least_bytes: int) -> float:
-        """Roughly the cycles of a launch for so many images, which moves so many bytes of memory at least."""
-        return cycles_of_items(self.items_of_a_block(batch), self.item_cycles, least_bytes)
+        return cycles_of_batch(self, self.problem.batch, self.problem.least_bytes(self.itemsize))
 
     def fitted(self, problem: Problem) -> Plan | None:
         """The plan for a problem that differs in sizes alone, with as much of what is compiled as these allow.
@@ -759,11 +755,11 @@ def _line_box(
     def cost(box: Pair) -> tuple[float, int]:
         box_rows = math.prod(box)
         boxes = _boxes_of(tile, first, patch, box_rows * pitch)
-        return cycles_of_boxes(boxes, 2 * boxes * box_rows * row_bytes), boxes * box_rows
+        return cost_of_boxes(boxes, boxes * box_rows * row_bytes), boxes * box_rows
 
     found = [(1, count) for count in range(1, min(rows, most_rows) + 1) if rows % count == 0]
     if rows <= most_rows:
-        found += [(count, rows) for count in range(2, min(most_images, _LONGEST_BOX, 1 + patch // (rows * pitch)) + 1)]
+        found += [(count, rows) for count in range(2, min(most_images, LONGEST_BOX, 1 + patch // (rows * pitch)) + 1)]
     aligned = [box for box in found if math.prod(box) * row_bytes % _BOX_ALIGNMENT == 0]
     return min(aligned or found, key=cost)
 

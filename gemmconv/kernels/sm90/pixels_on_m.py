@@ -1,28 +1,28 @@
 """Shared by gemm_depth_to_space and gemm_fold_pixels: products whose rows are positions (pipeline/pixels_on_m.cuh).
 
 gemm_fold_pixels.py explains the words, with an example. Threads that multiply are consumers, those that copy producers.
+implicit_gemm_nhwc, whose rows are cells, shares :class:`ChunkedTile` and :func:`forward_program`.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from gemmconv.geometry import Pair, Problem
+from gemmconv.geometry import Pair, Problem, Shape4
 from gemmconv.hashing import cached_property
 from gemmconv.kernels.base import Config
 from gemmconv.kernels.integers import INT32_MAX, even_share, up_to_multiple
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, named_macros
-from gemmconv.kernels.program import Params, Program, reciprocal
-from gemmconv.kernels.sm90.base import forward_program, image_map
-from gemmconv.kernels.sm90.implicit_gemm_plan import SHARED_BYTES
+from gemmconv.kernels.program import Launch, Operand, Params, Program, TensorMapSpec, gathering, reciprocal
+from gemmconv.kernels.sm90.base import SHARED_BYTES, image_map
 from gemmconv.kernels.weights.pack import k_major_macros, packing
 
 BLOCK_POSITIONS = 128  # positions that two warpgroups multiply at once
 MOST_LINES = 256  # lines of a product that tensor cores take
-CHUNK_BYTES = 128  # bytes of a pixel's channels in a slot, and of a line's in a stage
-_BOX_LINES = 64  # lines of a box of weights
+CHUNK_BYTES = 128  # bytes of a pixel's channels that come together, and of a line's in a stage
+BOX_LINES = 64  # lines of a box of weights
 CONSUMERS = 256  # threads that multiply and store
 _THREADS = CONSUMERS + 96 + 32  # with those that copy inputs, and a warp that copies weights
 _BARRIER_BYTES = 16  # bytes of the barriers of a slot or a stage
@@ -32,6 +32,44 @@ _STAGES_BYTES = 98_304 + 6 * _BARRIER_BYTES  # of stages at most: 96 KB, see doc
 _SETS = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64)  # sets that line blocks may be divided into, at most
 
 
+class ChunkedTile:
+    """A tile of a forward kernel whose operands come to shared memory in chunks of channels."""
+
+    problem: Problem
+    itemsize: int  # bytes of an element: 2, or 4 for float32 that is rounded to TF32
+    lines: int  # lines of weights that are multiplied at once
+
+    @property
+    def packed(self) -> bool:
+        """Whether weights are laid out by a launch of their own."""
+        return self.itemsize == 4
+
+    @property
+    def channels(self) -> int:
+        """Channels of a chunk."""
+        return CHUNK_BYTES // self.itemsize
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of a pixel's channels: slots of its inputs, and stages of the weights of so many lines."""
+        return -(-self.problem.in_channels * self.itemsize // CHUNK_BYTES)
+
+    @property
+    def stage_bytes(self) -> int:
+        """Bytes of a chunk of so many lines of weights; boxes of a tensor map are whole."""
+        return (self.lines if self.packed else up_to_multiple(self.lines, BOX_LINES)) * CHUNK_BYTES
+
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes of the packed weights."""
+        lines = up_to_multiple(self.problem.out_channels * self.problem.taps, self.lines)
+        return lines * self.chunks * CHUNK_BYTES if self.packed else 0
+
+    def weights(self, shape: Shape4, box: Shape4) -> str | TensorMapSpec:
+        """The kernel's parameter for weights: the packed ones, or a tensor map of weights seen as images of a shape."""
+        return "packed" if self.packed else image_map(shape, self.itemsize, box, channels_last=True, name="weight")
+
+
 class Windows(NamedTuple):
     per_image: int = 1  # windows of an image, each for an item: parts of its only row, or all of it
     step: int = 0  # positions from one window to the next
@@ -39,7 +77,7 @@ class Windows(NamedTuple):
 
 
 @dataclass(frozen=True)
-class PositionRows:
+class PositionRows(ChunkedTile):
     """The work of a thread block of such a kernel.
 
     What has a value below is no field: gemm_depth_to_space has these values, gemm_fold_pixels others.
@@ -64,11 +102,6 @@ class PositionRows:
         return self.problem.input_size
 
     @property
-    def packed(self) -> bool:
-        """Whether weights are laid out by a launch of their own."""
-        return self.itemsize == 4
-
-    @property
     def positions(self) -> int:
         """Positions of all images."""
         return self.problem.batch * self.problem.in_pixels
@@ -84,19 +117,9 @@ class PositionRows:
         return -(-self.line_blocks // self.sets)
 
     @property
-    def chunks(self) -> int:
-        """Chunks of a pixel's channels: slots of an item's inputs, and stages of a line block's weights."""
-        return -(-self.problem.in_channels * self.itemsize // CHUNK_BYTES)
-
-    @property
     def slot_bytes(self) -> int:
         """Bytes of a chunk of the inputs of an item."""
         return self.position_blocks * BLOCK_POSITIONS * CHUNK_BYTES
-
-    @property
-    def stage_bytes(self) -> int:
-        """Bytes of a chunk of the weights of a line block; boxes of a tensor map are whole."""
-        return (self.lines if self.packed else up_to_multiple(self.lines, _BOX_LINES)) * CHUNK_BYTES
 
     @property
     def bias_bytes(self) -> int:
@@ -155,11 +178,6 @@ class PositionRows:
         """Inputs of a channel that are copied together: 16 bytes, or less if images are not whole pieces."""
         return math.gcd(16 // self.itemsize, self.problem.in_pixels)
 
-    @property
-    def packed_bytes(self) -> int:
-        """Bytes of the packed weights."""
-        return self.line_blocks * self.lines * self.chunks * CHUNK_BYTES if self.packed else 0
-
 
 def serves(problem: Problem, itemsize: int, multiprocessors: int) -> bool:
     """Whether a problem suits the copies and the integers of these kernels, whatever the tile.
@@ -190,7 +208,7 @@ def program(config: Config, name: str, tile: PositionRows, own_macros: Macros, r
 
     Packing gives ``run`` lines beside each other to a thread.
     """
-    p, windows, pack = tile.problem, tile.windows, None
+    p, windows = tile.problem, tile.windows
     macros: Macros = {
         "ELEMENT_T": ELEMENT_TYPES[config.dtype],
         "KERNEL_H": p.kernel_size[0],
@@ -201,14 +219,11 @@ def program(config: Config, name: str, tile: PositionRows, own_macros: Macros, r
         **named_macros(tile, "packed lines position_blocks piece column_bytes"),
         **own_macros,
     }
-    if tile.packed:
-        pack = packing(k_major_macros(p, tile.lines, tile.chunks * (CHUNK_BYTES // 16), run))
-    # Rows of weightᵀ lie like channels of an image, one input channel behind the other.
-    weight_shape, box = (1, p.out_channels * p.taps, 1, p.in_channels), (_BOX_LINES, CHUNK_BYTES // tile.itemsize, 1, 1)
     (in_h, in_w), (cells_h, cells_w) = tile.input_size, tile.cells_of_image
     divisors = tile.sets, in_h * in_w, windows.per_image, in_w, cells_h * cells_w, cells_w
     params: Params = {
-        "weights": "packed" if pack else image_map(weight_shape, tile.itemsize, box, channels_last=True, name="weight"),
+        # Rows of weightᵀ lie like channels of an image, one input channel behind the other.
+        "weights": tile.weights((1, p.out_channels * p.taps, 1, p.in_channels), (BOX_LINES, tile.channels, 1, 1)),
         "input, bias, output": ("input", "bias", "output"),
         "positions, items": (tile.positions, tile.items),
         "in_channels, out_channels": (p.in_channels, p.out_channels),
@@ -219,4 +234,18 @@ def program(config: Config, name: str, tile: PositionRows, own_macros: Macros, r
         "sets, set_line_blocks, held": (tile.sets, tile.set_line_blocks, int(tile.held)),
         "slots, stages, first_stage, first_columns, first_barrier": (*tile.ring_sizes, *tile.first_bytes),
     }
-    return forward_program(config, name, tile, macros, params, _THREADS, pack)
+    return forward_program(config, name, tile, macros, params, run)
+
+
+def forward_program(config: Config, name: str, tile: Any, macros: Macros, params: Params, run: int = 1) -> Program:
+    """A forward pass by csrc/sm90/``name``.cu, whose blocks, one a multiprocessor, take turns at the tile's items.
+
+    The tile is a :class:`ChunkedTile`. Packing gives ``run`` lines beside each other to a thread.
+    """
+    grid, block = (min(tile.items, config.spec.multiprocessors), 1, 1), (_THREADS, 1, 1)
+    main = Launch(f"sm90/{name}.cu", macros, grid, block, params, tile.shared_bytes, overlaps=tile.packed)
+    weight = Operand("weight", config.memory_format, 1 if tile.packed else 16)
+    if not tile.packed:
+        return gathering(config, "forward", [main], weight=weight)
+    pack = packing(k_major_macros(tile.problem, tile.lines, tile.chunks * (CHUNK_BYTES // 16), run))
+    return gathering(config, "forward", [pack, main], {"packed": tile.packed_bytes}, weight=weight)

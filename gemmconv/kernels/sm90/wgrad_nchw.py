@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from gemmconv.device import REFERENCE
 from gemmconv.geometry import Pair, Problem, Shape4
 from gemmconv.hashing import cached_property, changed
 from gemmconv.kernels.base import Config, Pass
@@ -22,20 +21,16 @@ from gemmconv.kernels.costs import costs_of, overlapped
 from gemmconv.kernels.integers import INT32_MAX, covering, power_of_two_within, up_to_multiple
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros, named_macros, table
 from gemmconv.kernels.program import Launch, Params, Program, TensorMapSpec
-from gemmconv.kernels.sm90.base import WeightGradKernel, variant_of
-from gemmconv.kernels.sm90.implicit_gemm_plan import SHARED_BYTES
+from gemmconv.kernels.sm90.base import DEVICE, LONGEST_BOX, WeightGradKernel, WeightGradTile, variant_of
 from gemmconv.kernels.splits.reduce import fits, wgrad_partial_bytes, wgrad_partial_dtype, wgrad_program
 
 _BLOCK_ROWS = 64
-_LONGEST_BOX = 256
-_MOST_STAGES = 8
 _LINES = (1, 2, 3, 4)  # of a tile, of each channel
 _STEP_BYTES = 32  # of pixels that one step multiplies, of each channel
 _BARRIER_BYTES = 24  # of a stage
 _REGISTERS = {1: 248, 2: 248, 3: 170}  # of a thread that multiplies, by warpgroups
 _OTHER_REGISTERS = 40
 _COST = costs_of("sm90/wgrad_nchw")
-_DEVICE = costs_of("device")
 # Sizes that a layer's tiles are chosen for, whatever its own: of few pixels, of many, and of more than this many.
 _FEW, _MANY, _MOST, _MOST_PIXELS = (2, (56, 68)), (8, (128, 252)), (8, (1024, 1000)), 2 << 20
 _SMALL_PIXELS, _LOW = 256, 16  # of images that tiles are chosen for as they are, but for the batch; rows of low ones
@@ -43,7 +38,7 @@ _TAP_CYCLES, _ROUND_CYCLES = _COST.table("tap_cycles"), _COST.table("round_cycle
 
 
 @dataclass(frozen=True)
-class Tile:
+class Tile(WeightGradTile):
     """The work of a block; see csrc/sm90/wgrad_nchw.cu."""
 
     problem: Problem  # the geometry
@@ -63,7 +58,7 @@ class Tile:
     # planes of grad_output that are one long row together; 0 where rows are whole 16 bytes, for which another kernel
     # is compiled
     planes: int
-    multiprocessors: int = REFERENCE.multiprocessors  # multiprocessors of the GPU, each of which runs one block
+    multiprocessors: int  # multiprocessors of the GPU, each of which runs one block
 
     @cached_property
     def warpgroups(self) -> int:
@@ -92,11 +87,6 @@ class Tile:
     @property
     def block_co(self) -> int:
         return _BLOCK_ROWS * self.sides_co
-
-    @property
-    def channels(self) -> Pair:
-        """Input and output channels of a group."""
-        return self.problem.gemm_k, self.problem.group_out_channels
 
     @property
     def rows(self) -> int:
@@ -148,22 +138,10 @@ class Tile:
     def word_elements(self) -> int:
         return 4 // self.itemsize
 
-    @property
+    @cached_property
     def stage_bytes(self) -> int:
         outputs = len(self.slots) * self.block_co * self.row_pitch
-        return (self.parts * self.lines * self.ci_tile * self.pixels + outputs) * self.itemsize
-
-    @property
-    def parts(self) -> int:
-        return 2 if self.split else 1
-
-    @cached_property
-    def stages(self) -> int:
-        return min(_MOST_STAGES, (SHARED_BYTES - 1024) // (self.stage_bytes + _BARRIER_BYTES))
-
-    @property
-    def shared_bytes(self) -> int:
-        return self.stages * (self.stage_bytes + _BARRIER_BYTES)
+        return ((1 + self.split) * self.lines * self.ci_tile * self.pixels + outputs) * self.itemsize + _BARRIER_BYTES
 
     @property
     def tiles_image(self) -> Pair:
@@ -185,7 +163,7 @@ class Tile:
         """Roughly the registers of a thread that multiplies."""
         words = ((self.taps[1] - 1) * self.problem.dilation[1] + self.problem.stride[1]) // self.word_elements + 2
         sums = math.prod(self.taps) * self.ci_tile // 2
-        return self.parts * (sums + 8 * self.taps[1]) + 2 * words + _OTHER_REGISTERS
+        return (1 + self.split) * (sums + 8 * self.taps[1]) + 2 * words + _OTHER_REGISTERS
 
     @property
     def reads_pieces(self) -> bool:
@@ -282,7 +260,7 @@ class Tile:
         """Seconds from the cycles of a multiprocessor, memory traffic and partial sums."""
         moved, others = self._other_seconds
         partials = 2 * wgrad_partial_bytes(self.problem, self.itemsize, slices, self.most_slices) / _COST.partial_rate
-        return others + overlapped(_COST.overlap_with_memory, cycles / _DEVICE.clock, moved) + partials
+        return others + overlapped(_COST.overlap_with_memory, cycles / DEVICE.clock, moved) + partials
 
     @cached_property
     def _other_seconds(self) -> tuple[float, float]:
@@ -290,7 +268,7 @@ class Tile:
         rows_read = min(1, self.problem.kernel_size[0] / self.problem.stride[0])
         pixels = math.prod(self.problem.input_shape) + rows_read * math.prod(self.problem.output_shape)
         padded = _COST.pad_seconds + 2 * self.padded_bytes / _COST.pad_rate if self.padded_bytes else 0
-        return pixels * self.itemsize / _DEVICE.weight_grad_memory_rate, _COST.launch_seconds + padded
+        return pixels * self.itemsize / DEVICE.weight_grad_memory_rate, _COST.launch_seconds + padded
 
 
 def input_width(problem: Problem, itemsize: int) -> int:
@@ -338,7 +316,7 @@ def _tiles_with(block: Tile, flat: bool) -> Iterator[Tile]:
                 changed(block, pixels=pixels, lines=lines, tile_w=tile_w, segment=segment, vector=vector)
                 for segment, vector in itertools.product(segments, vectors)
             )
-            yield from itertools.islice((one for one in found if one.row_pitch <= _LONGEST_BOX and one.stages >= 2), 1)
+            yield from itertools.islice((one for one in found if one.row_pitch <= LONGEST_BOX and one.stages >= 2), 1)
 
 
 def _planes(problem: Problem, itemsize: int) -> int | None:
@@ -437,44 +415,17 @@ def _typical(problem: Problem, itemsize: int) -> Iterator[Problem]:
                 break
 
 
-def macros_of(tile: Tile, dtype: torch.dtype) -> Macros:
-    """Macros that specialise csrc/sm90/wgrad_nchw.cu."""
-    ci, co = tile.channels
-    return {
-        "ELEMENT_T": ELEMENT_TYPES[dtype],
-        "PARTIAL_T": ELEMENT_TYPES[wgrad_partial_dtype(dtype, tile.most_slices)],
-        "CI": ci,
-        "CO": co,
-        "PIXELS": tile.pixels,
-        "ROWS": tile.lines,
-        **named_macros(tile, "split tile_w segment vector ci_tile sides_co sides_h sides_w taps row_pitch stages"),
-        "SLOTS": len(tile.slots),
-        "SLOT_ROWS": table([row for row, _ in tile.slots]),
-        "SLOT_COLUMNS": table([column for _, column in tile.slots]),
-        "SLOT_OF": f"{{{','.join(map(table, tile.slot_of))}}}",
-        "LONG_ROWS": int(tile.planes > 0),
-        **geometry_macros(tile.problem),
-    }
+def _map_of(name: str, itemsize: int, shape: Shape4, planes: int, box: Shape4) -> TensorMapSpec:
+    """The tensor map of rows of a tensor; or, if there are ``planes``, of so many planes together as one row.
 
-
-def maps_of(tile: Tile) -> tuple[TensorMapSpec, TensorMapSpec]:
-    """The tensor maps of input and grad_output."""
-    p = tile.problem
-
-    def of(name: str, shape: Shape4, planes: int, box: Shape4, swizzled: bool) -> TensorMapSpec:
-        """The tensor map of rows; or, if there are ``planes``, of so many planes together as one row."""
-        images, channels, height, width = shape
-        if planes:
-            channels, height, width = channels // planes, 1, planes * height * width
-        row = width * tile.itemsize
-        sizes, strides = (width, height, channels, images), (row, height * row, channels * height * row)
-        return TensorMapSpec(name, tile.itemsize, sizes, strides, box, swizzled=swizzled)
-
-    inputs, outputs = tile.box_channels
-    batch, channels, height, _ = p.input_shape
-    shape, lines = (batch, channels, height, tile.input_width), (tile.pixels, 1, inputs, 1)
-    rows = tile.row_pitch, 1, outputs // max(1, tile.planes), 1
-    return of("input", shape, int(tile.flat), lines, True), of("grad_output", p.output_shape, tile.planes, rows, False)
+    Boxes of the input are swizzled.
+    """
+    images, channels, height, width = shape
+    if planes:
+        channels, height, width = channels // planes, 1, planes * height * width
+    row = width * itemsize
+    sizes, strides = (width, height, channels, images), (row, height * row, channels * height * row)
+    return TensorMapSpec(name, itemsize, sizes, strides, box, swizzled=name == "input")
 
 
 class WgradNchw(WeightGradKernel):
@@ -496,15 +447,34 @@ class WgradNchw(WeightGradKernel):
 
     def program(self, config: Config, direction: Pass, tile: Tile) -> Program:
         p, slices, (down, across) = config.problem, tile.slices(config.workspace_limit), tile.tiles_image
+        macros: Macros = {
+            "ELEMENT_T": ELEMENT_TYPES[config.dtype],
+            "PARTIAL_T": ELEMENT_TYPES[wgrad_partial_dtype(config.dtype, tile.most_slices)],
+            "CI": p.gemm_k,
+            "CO": p.group_out_channels,
+            "PIXELS": tile.pixels,
+            "ROWS": tile.lines,
+            **named_macros(tile, "split tile_w segment vector ci_tile sides_co sides_h sides_w taps row_pitch stages"),
+            "SLOTS": len(tile.slots),
+            "SLOT_ROWS": table([row for row, _ in tile.slots]),
+            "SLOT_COLUMNS": table([column for _, column in tile.slots]),
+            "SLOT_OF": f"{{{','.join(map(table, tile.slot_of))}}}",
+            "LONG_ROWS": int(tile.planes > 0),
+            **geometry_macros(p),
+        }
+        (inputs, outputs), shape = tile.box_channels, (*p.input_shape[:3], tile.input_width)
+        lines, rows = (tile.pixels, 1, inputs, 1), (tile.row_pitch, 1, outputs // max(1, tile.planes), 1)
         params: Params = {
-            "input, grad_output": maps_of(tile),
+            "input, grad_output": (
+                _map_of("input", tile.itemsize, shape, int(tile.flat), lines),
+                _map_of("grad_output", tile.itemsize, p.output_shape, tile.planes, rows),
+            ),
             "partials": "partials",
             "groups, w_in": (p.groups, tile.input_width),
             "h_out, w_out": p.output_size,
             "tiles_w, tiles_h, tiles, slices": (across, down, tile.tiles, slices),
             "plane_bits": tile.planes // 2,  # of 1, 2 or 4
         }
-        macros = macros_of(tile, config.dtype)
         grid, block = (tile.weight_blocks * slices, 1, 1), (128 * (tile.warpgroups + 1), 1, 1)
         main = Launch("sm90/wgrad_nchw.cu", macros, grid, block, params, tile.shared_bytes)
         columns = tile.input_width - p.input_size[1]

@@ -13,24 +13,21 @@ from dataclasses import dataclass
 
 import torch
 
-from gemmconv.device import REFERENCE
 from gemmconv.geometry import Pair, Problem
 from gemmconv.hashing import cached_property, changed
 from gemmconv.kernels.base import DEFAULT_WORKSPACE_LIMIT, Config, Pass
 from gemmconv.kernels.costs import costs_of
-from gemmconv.kernels.integers import INT32_MAX, covering, up_to_multiple
+from gemmconv.kernels.integers import INT32_MAX, covering, power_of_two, up_to_multiple
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros, named_macros
 from gemmconv.kernels.menu import menu_of, samples
-from gemmconv.kernels.program import Launch, Params, Program, TensorMapSpec
-from gemmconv.kernels.sm90.base import WeightGradKernel, image_map
-from gemmconv.kernels.sm90.implicit_gemm_plan import SHARED_BYTES
+from gemmconv.kernels.program import Launch, Params, Program
+from gemmconv.kernels.sm90.base import DEVICE, LONGEST_BOX, WeightGradKernel, WeightGradTile, image_map
 from gemmconv.kernels.splits.reduce import fits, wgrad_partial_bytes, wgrad_partial_dtype, wgrad_program
 
 _ATOM = 64  # channels of a line
 _LINE_BYTES = 2 * _ATOM
 _STEP = 16  # pixels
-_LONGEST_BOX, _LONGEST_STEP = 256, 8  # of a tensor map: elements that a box reaches over, from one to the next
-_MOST_STAGES = 8
+_LONGEST_STEP = 8  # elements from one of a box to the next
 _BARRIER_BYTES = 16  # of a stage
 # Most columns of a thread's sums, by warpgroups: more than the compiler finds registers for at first.
 _SUMS = {1: 192, 2: 192, 3: 128}
@@ -39,7 +36,6 @@ _POWERS, _WIDTHS = (1, 2, 4, 8, 16, 32, 64, 128), (8, 16, 32, 64, 128)  # what i
 _MENU = 3  # tiles of a menu
 Size = tuple[int, int, int]  # images, rows and columns of pixels
 _COST = costs_of("sm90/wgrad_nhwc")
-_DEVICE = costs_of("device")
 
 
 @dataclass(frozen=True)
@@ -80,7 +76,7 @@ class Taps:
 
 
 @dataclass(frozen=True)
-class Tile:
+class Tile(WeightGradTile):
     """The work of a block; see csrc/sm90/wgrad_nhwc.cu."""
 
     problem: Problem  # the geometry
@@ -89,16 +85,11 @@ class Tile:
     sides: Pair  # warpgroups with input channels of their own, and with output channels of their own
     taps_h: Taps  # taps_h, taps_w: taps of a block down and across
     taps_w: Taps
-    multiprocessors: int = REFERENCE.multiprocessors  # multiprocessors of the GPU, each of which runs one block
+    multiprocessors: int  # multiprocessors of the GPU, each of which runs one block
 
     @property
     def warpgroups(self) -> int:
         return math.prod(self.sides) * self.taps_h.sides * self.taps_w.sides
-
-    @property
-    def channels(self) -> Pair:
-        """Input and output channels of a group."""
-        return self.problem.gemm_k, self.problem.group_out_channels
 
     @property
     def pixels(self) -> int:
@@ -116,17 +107,9 @@ class Tile:
         return self.sides[1] * self.taps_h.boxes * self.taps_w.boxes
 
     @cached_property
-    def _stage_bytes(self) -> int:
+    def stage_bytes(self) -> int:
         lines = self.sides[0] * self.pixels + self.boxes * up_to_multiple(math.prod(self.box), 8)
         return lines * _LINE_BYTES + _BARRIER_BYTES
-
-    @cached_property
-    def stages(self) -> int:
-        return min(_MOST_STAGES, (SHARED_BYTES - 1024) // self._stage_bytes)
-
-    @property
-    def shared_bytes(self) -> int:
-        return self.stages * self._stage_bytes
 
     @property
     def tiles_image(self) -> Pair:
@@ -149,15 +132,10 @@ class Tile:
         return min(_ATOM, -(-self.channels[1] // 16) * 16)
 
     @property
-    def products(self) -> int:
-        """Products of a step, of a warpgroup."""
-        return self.taps_h.own * self.taps_w.own
-
-    @property
     def possible(self) -> bool:
         """Whether stages fit, boxes are not too long, and the pixels of a step lie at regular distances in them."""
         (stride_h, stride_w), (_, height, width), (_, box_height, box_width) = self.problem.stride, self.size, self.box
-        if self.pixels % _STEP or max(box_height * stride_h, box_width * stride_w) > _LONGEST_BOX or self.stages < 2:
+        if self.pixels % _STEP or max(box_height * stride_h, box_width * stride_w) > LONGEST_BOX or self.stages < 2:
             return False
         if self.pair_rows:
             return width % 8 == 0 and height % 2 == 0
@@ -166,7 +144,8 @@ class Tile:
     @cached_property
     def cycles(self) -> float:
         """Roughly the cycles of a tile: of products, or of copies."""
-        products = self.pixels / _STEP * self.products * self.warpgroups
+        # Each warpgroup has a product for each of its taps in a step.
+        products = self.pixels / _STEP * (self.taps_h.own * self.taps_w.own) * self.warpgroups
         lines = self.sides[0] * self.pixels + self.boxes * math.prod(self.box)
         # Both sides of each product are read, and lines written, at 128 bytes a cycle.
         multiplied, read = products * (self.columns / 2 * _COST.product_share), products * (_STEP + self.columns / 4)
@@ -183,7 +162,7 @@ class Tile:
         tiles, blocks, multiprocessors = self.tiles, self.weight_blocks, self.multiprocessors
         if (most := min(limit // (4 * math.prod(self.problem.weight_shape)), tiles)) == 0:
             return math.inf, 0
-        found, tile_seconds = [], self.cycles / _DEVICE.clock
+        found, tile_seconds = [], self.cycles / DEVICE.clock
         for slices in {min(most, max(1, rounds * multiprocessors // blocks)) for rounds in (1, 2, 3)}:
             tiles_in_turn = -(-blocks * slices // multiprocessors) * -(-tiles // slices)
             adding = 2 * wgrad_partial_bytes(self.problem, 2, slices) / _COST.partial_rate
@@ -197,7 +176,7 @@ class Tile:
     def seconds(self, limit: int) -> float:
         """Roughly what it takes, with a workspace of at most ``limit`` bytes; infinite where no slice fits."""
         pixels = math.prod(self.problem.input_shape) + math.prod(self.problem.output_shape)
-        moved = 2 * pixels / _DEVICE.weight_grad_memory_rate
+        moved = 2 * pixels / DEVICE.weight_grad_memory_rate
         return _COST.launch_seconds + max(self._sliced(limit)[0], moved)
 
     def at(self, problem: Problem) -> Tile:
@@ -214,7 +193,7 @@ def _reaches(problem: Problem) -> bool:
     if ci % 8 or co % 8 or not fits(problem) or max(problem.stride) > _LONGEST_STEP:
         return False
     axes = zip(problem.input_size, problem.stride, problem.kernel_size, problem.dilation, problem.padding, strict=True)
-    places = [(size + _LONGEST_BOX) * stride + kernel * dilation + pad for size, stride, kernel, dilation, pad in axes]
+    places = [(size + LONGEST_BOX) * stride + kernel * dilation + pad for size, stride, kernel, dilation, pad in axes]
     return max(*places, problem.in_pixels, problem.out_pixels, problem.taps * ci * co // 4) <= INT32_MAX
 
 
@@ -250,7 +229,7 @@ def _taps_of(problem: Problem, axis: int, sides: int) -> list[Taps]:
 def _all_sizes(problem: Problem) -> Iterator[Size]:
     """The pixels that a tile may have: several images where it has all of each."""
     height, width = problem.input_size
-    narrow = 1 << (width - 1).bit_length()
+    narrow = power_of_two(width)
     for columns, rows, images in itertools.product((narrow, *_WIDTHS) if narrow < 8 else _WIDTHS, _POWERS, _POWERS):
         if images > 1 and (rows < height or columns < width):
             continue
@@ -278,36 +257,6 @@ def _menu_of(problems: tuple[Problem, ...], multiprocessors: int) -> list[Tile]:
     return [*menu, *tiles[:1]][:_MENU]
 
 
-def macros_of(tile: Tile, dtype: torch.dtype, slices: int) -> Macros:
-    """Macros that specialise csrc/sm90/wgrad_nhwc.cu."""
-    ci, co = tile.channels
-    macros: Macros = {
-        "ELEMENT_T": ELEMENT_TYPES[dtype],
-        "PARTIAL_T": ELEMENT_TYPES[wgrad_partial_dtype(dtype, slices)],
-        "CI": ci,
-        "CO": co,
-        "TILE_N": tile.size[0],
-        "TILE_H": tile.size[1],
-        "TILE_W": tile.size[2],
-        "PAIR_ROWS": int(tile.pair_rows),
-        "SIDES_CI": tile.sides[0],
-        "SIDES_CO": tile.sides[1],
-        **named_macros(tile, "columns stages shared_bytes"),
-        **geometry_macros(tile.problem),
-    }
-    for axis, taps in (("H", tile.taps_h), ("W", tile.taps_w)):
-        macros |= {f"SIDES_{axis}": taps.sides, f"TAPS_{axis}": taps.taps, f"BOXES_{axis}": taps.boxes}
-    return macros
-
-
-def maps_of(tile: Tile) -> tuple[TensorMapSpec, TensorMapSpec]:
-    """The tensor maps of input and grad_output."""
-    p, (stride_h, stride_w) = tile.problem, tile.problem.stride
-    lines, box = ((_ATOM, columns, rows, images) for images, rows, columns in (tile.size, tile.box))
-    inputs, steps = image_map(p.input_shape, 2, lines, channels_last=True), (1, stride_w, stride_h, 1)
-    return inputs, image_map(p.output_shape, 2, box, True, "grad_output", steps=steps)
-
-
 class WgradNhwc(WeightGradKernel):
     name = "sm90/wgrad_nhwc"
     serves = "channels of whole 16 bytes and tiles that fit shared memory"
@@ -320,7 +269,6 @@ class WgradNhwc(WeightGradKernel):
             return
         sizes = [size for size in _all_sizes(config.problem) if size[0] < 2 * config.problem.batch]
         for tile in _layer_tiles(config.problem, config.spec.multiprocessors):
-            # By lines of boxes in all.
             sized = (_sized(tile, size) for size in sizes)
             least = sorted(sized, key=lambda one: one.tiles * (one.pixels + math.prod(one.box)))  # lines of boxes
             yield from (one for one in least[:8] if one.possible and one.slices(config.workspace_limit) > 0)
@@ -340,14 +288,31 @@ class WgradNhwc(WeightGradKernel):
         return made if (slices == 1) == (tile.slices(limit) == 1) else None  # a single slice is of the gradient's type
 
     def program(self, config: Config, direction: Pass, tile: Tile) -> Program:
-        slices, (down, across) = tile.slices(config.workspace_limit), tile.tiles_image
+        p, slices, (down, across) = config.problem, tile.slices(config.workspace_limit), tile.tiles_image
+        macros: Macros = {
+            "ELEMENT_T": ELEMENT_TYPES[config.dtype],
+            "PARTIAL_T": ELEMENT_TYPES[wgrad_partial_dtype(config.dtype, slices)],
+            "CI": p.gemm_k,
+            "CO": p.group_out_channels,
+            "TILE_N": tile.size[0],
+            "TILE_H": tile.size[1],
+            "TILE_W": tile.size[2],
+            "PAIR_ROWS": int(tile.pair_rows),
+            "SIDES_CI": tile.sides[0],
+            "SIDES_CO": tile.sides[1],
+            **named_macros(tile, "columns stages shared_bytes"),
+            **geometry_macros(p),
+        }
+        for axis, taps in (("H", tile.taps_h), ("W", tile.taps_w)):
+            macros |= {f"SIDES_{axis}": taps.sides, f"TAPS_{axis}": taps.taps, f"BOXES_{axis}": taps.boxes}
+        lines, box = ((_ATOM, columns, rows, images) for images, rows, columns in (tile.size, tile.box))
+        input_map, steps = image_map(p.input_shape, 2, lines, channels_last=True), (1, p.stride[1], p.stride[0], 1)
         params: Params = {
-            "input, grad_output": maps_of(tile),
+            "input, grad_output": (input_map, image_map(p.output_shape, 2, box, True, "grad_output", steps=steps)),
             "partials": "partials",
-            "groups": config.problem.groups,
+            "groups": p.groups,
             "tiles_w, tiles_h, tiles, slices": (across, down, tile.tiles, slices),
         }
-        macros = macros_of(tile, config.dtype, slices)
         grid, block = (tile.weight_blocks * slices, 1, 1), (128 * (tile.warpgroups + 1), 1, 1)
         main = Launch("sm90/wgrad_nhwc.cu", macros, grid, block, params, tile.shared_bytes)
         return wgrad_program(config, slices, torch.channels_last, main)
