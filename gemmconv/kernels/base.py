@@ -100,8 +100,7 @@ class Kernel(ABC):
     first. To choose among kernels, a pass asks each in this order:
 
         why_not                          None if the kernel can compute the pass, else the reason
-          why_not_device_or_dtype          what does not depend on sizes
-            why_not_device                   a feature of the GPU, or software of this machine
+          why_not_device_or_dtype          the GPU, software of this machine, what else does not depend on sizes
           why_not_sizes                    there is no tile for the layer
         tile                             its best tile, by ``seconds``
         expected                         seconds by which kernels are compared; the least gives its ``program``
@@ -179,22 +178,19 @@ class Kernel(ABC):
 
     def why_not_device_or_dtype(self, config: Config, direction: Pass) -> str | None:
         """The part of :meth:`why_not` that is known at once and does not depend on sizes."""
-        if config.device.type != self.device_type:
-            return f"the device must be {self.device_type}, got {config.device.type}"
-        if (reason := self.why_not_device(config)) is not None:
+        device, spec = config.device, config.spec
+        if device.type != self.device_type:
+            return f"the device must be {self.device_type}, got {device.type}"
+        # A kernel without features needs capability 8.0; a kernel with features needs a GPU that has them: see below.
+        reason = missing_software(device) if self.features else why_no_kernels(device, spec)
+        if reason is not None:
             return reason
+        if not self.features <= spec.features:
+            major, minor = spec.capability
+            return f"the device must have compute capability 9.0, got {major}.{minor}"  # all features are Hopper's
         if direction not in self.directions:
             return f"it computes {' and '.join(self.directions)} alone, got {direction}"
         return why_not_dtype(config.dtype, self.dtypes)
-
-    def why_not_device(self, config: Config) -> str | None:
-        """What the device, or the software of this machine, lacks for the kernel, as a clause; None for nothing."""
-        # A kernel without features needs capability 8.0; a kernel with features needs a GPU that has them: see below.
-        reason = missing_software(config.device) if self.features else why_no_kernels(config.device, config.spec)
-        if reason is None and not self.features <= config.spec.features:
-            major, minor = config.spec.capability
-            return f"the device must have compute capability 9.0, got {major}.{minor}"  # all features are Hopper's
-        return reason
 
     def why_not_sizes(self, config: Config, direction: Pass) -> str | None:
         """The part of :meth:`why_not` that depends on the layer's sizes."""
