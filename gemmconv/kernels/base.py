@@ -95,8 +95,8 @@ class Kernel(ABC):
 
     A tile is a frozen record of what a kernel is compiled for: the work of a thread block, stages, threads.
 
-    A new kernel defines ``name``, ``serves``, :meth:`tiles`, :meth:`seconds` and :meth:`program`; a kernel on a CPU,
-    whose program is None, :meth:`prepare` too. All else has a default. gemmconv/kernels/conv/gemm_mma.py is one to read
+    A new kernel defines ``name``, ``serves``, :meth:`tiles`, :meth:`seconds` and :meth:`program`; one on a CPU, which
+    has no program, :meth:`prepare` instead. All else has a default. gemmconv/kernels/conv/gemm_mma.py is one to read
     first. To choose among kernels, a pass asks each in this order:
 
         why_not                          None if the kernel can compute the pass, else the reason
@@ -139,12 +139,12 @@ class Kernel(ABC):
         factor = correction(self.name, config, direction) if config.device.type == "cuda" else None
         return self.seconds(config, direction, tile) * (1.0 if factor is None else factor)
 
-    @abstractmethod
     def program(self, config: Config, direction: Pass, tile: Any) -> Program | None:
         """The steps of a call; None for torch's operator, and on a CPU.
 
         Arguments: (input, weight, bias), (grad_output, weight), (grad_output, input), (grad_output, input, weight).
         """
+        return None
 
     def prepare(self, config: Config, direction: Pass, tile: Any) -> Callable[..., Any]:
         """Prepare the call: :data:`Forward`, :data:`Gradient` or :data:`BothGradients`."""
