@@ -216,11 +216,9 @@ class DirectGradsMma(DirectKernel):
     def program(self, config: Config, direction: Pass, tile: Tile) -> Program:
         p, slices = config.problem, tile.slices(config.workspace_limit)
         macros: Macros = {
-            **named_macros(tile, "rows row_warps column_warps ci_warps"),
+            **named_macros(tile, "rows row_warps column_warps ci_warps shared_bytes batch"),
             "MIN_BLOCKS": tile.resident,
-            "SHARED_BYTES": tile.shared_bytes,
             "VECTOR": tile.patch.vector,
-            "BATCH": tile.batch,
             **problem_macros(p, config.dtype),
         }
         params: Params = {
