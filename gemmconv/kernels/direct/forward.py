@@ -185,28 +185,26 @@ class _Layer:
         most_rows = power_of_two(self.cells_h)
         # In channels_last, more planes are more neighbours.
         factors = (1, 2, 4, 8) if self.channels_last else (1,)
-        of_block: dict[int, list[tuple[int, int, int]]] = {}  # rows, planes and split, by lanes
         for cells in (1, 2, 4, 8, 16):
             if cells > 1 and cells >= 2 * self.cells_w:
                 break
             lanes_w = min(power_of_two(-(-self.cells_w // cells)), 32)
-            if lanes_w not in of_block:
-                options = of_block[lanes_w] = []
-                for rows, split in itertools.product((1, 2, 4, 8, 16, 32), splits):
-                    part = lanes_w * rows * phases
-                    if rows > most_rows and part % 64 == 0:
-                        continue  # half the rows would make whole warps too
-                    planes = max(least_planes, min(most_planes, power_of_two(64 // (part * split))))
-                    planes = max(planes, 32 // math.gcd(32, part))  # whole warps, some of them idle
-                    for factor in factors:
-                        too_many = self.channels_last and factor * planes > most_planes
-                        if too_many or part * factor * planes * split > 256:
-                            break
-                        options.append((rows, factor * planes, split))
+            of_block = []  # rows, planes and split
+            for rows, split in itertools.product((1, 2, 4, 8, 16, 32), splits):
+                part = lanes_w * rows * phases
+                if rows > most_rows and part % 64 == 0:
+                    continue  # half the rows would make whole warps too
+                planes = max(least_planes, min(most_planes, power_of_two(64 // (part * split))))
+                planes = max(planes, 32 // math.gcd(32, part))  # whole warps, some of them idle
+                for factor in factors:
+                    too_many = self.channels_last and factor * planes > most_planes
+                    if too_many or part * factor * planes * split > 256:
+                        break
+                    of_block.append((rows, factor * planes, split))
             for channels_out in shares:
                 narrowest = cells == 1 and channels_out == 1
                 if narrowest or self.registers(cells, channels_out) <= _REGISTERS[-1] - 16:
-                    for rows, planes, split in of_block[lanes_w]:
+                    for rows, planes, split in of_block:
                         yield lanes_w, cells, rows, phases, planes, channels_out, split
 
     def fitting(self, shape: _Shape) -> Tile | None:
@@ -241,7 +239,11 @@ class _Layer:
 
     def staged_elements(self, tile: Tile) -> Pair:
         """Elements of the patch, with its padding, and of the weights, in quads; see csrc/direct/forward.cu."""
-        pitch = _pitch(tile.lanes_w, tile.cells, self.halo_w, self.sum_bytes)
+        vector = min(tile.cells, 16 // self.sum_bytes)
+        banks, windows, read = tile.cells // vector, -(-(tile.cells + self.halo_w) // vector), tile.lanes_w * vector
+        pitch = banks * (tile.lanes_w + (windows - 1) // banks) * vector
+        if read * self.sum_bytes < 128:
+            pitch += (read - pitch) % (2 * read)
         kernel_h, kernel_w = self.problem.kernel_size
         planes, quads = tile.planes * tile.channels_in, -(-kernel_w * tile.channels_out // 4)
         return planes * (tile.rows + self.halo_h) * pitch, planes * kernel_h * quads * 4
@@ -334,15 +336,6 @@ class _Cost(NamedTuple):
     alone: float  # cycles of a block that has the multiprocessor for itself
     together: float  # cycles that a block adds to those of several on the multiprocessor
     moved: float  # cycles in which memory writes the outputs of a block
-
-
-@functools.lru_cache(maxsize=1024)
-def _pitch(lanes_w: int, cells: int, halo_w: int, sum_bytes: int) -> int:
-    """Elements of a row of a patch, with its padding."""
-    vector = min(cells, 16 // sum_bytes)
-    banks, windows, read = cells // vector, -(-(cells + halo_w) // vector), lanes_w * vector
-    pitch = banks * (lanes_w + (windows - 1) // banks) * vector
-    return pitch + ((read - pitch) % (2 * read) if read * sum_bytes < 128 else 0)
 
 
 def forward_macros(layer: _Layer, tile: Tile) -> Macros:
