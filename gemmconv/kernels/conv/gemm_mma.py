@@ -18,7 +18,7 @@ from gemmconv.kernels.base import Config, Kernel, Pass
 from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.integers import INT32_MAX, even_share, power_of_two, up_to_multiple
 from gemmconv.kernels.macros import ELEMENT_TYPES, TENSOR_CORE_TYPES, Macros, index_macros, named_macros
-from gemmconv.kernels.phases import taps_of_phases
+from gemmconv.kernels.phases import Gathering, taps_of_phases
 from gemmconv.kernels.program import Extent3, Launch, Params, Program, gathering, three_axes
 from gemmconv.kernels.splits import reduce
 from gemmconv.kernels.weights import pack
@@ -62,11 +62,10 @@ class Tile:
         return max(1, min(3, REGISTERS // (registers * self.threads)))
 
 
-class Work:
+class Work(Gathering):
     """A pass of a layer as a tile computes it.
 
     Attributes:
-        in_channels, out_channels: channels of a group.
         inputs, outputs: pixels of an image; the depth of an image is 1.
         step, span: inputs and outputs from a cell to the next.
         phases: the taps of each phase, with their shifts from a cell's first input.
@@ -87,12 +86,12 @@ class Work:
     """
 
     def __init__(self, config: Config, direction: Pass, tile: Tile) -> None:
-        p, order = config.problem, 1 if direction == "forward" else -1
-        self.config, self.direction, self.tile = config, direction, tile
-        self.groups, self.itemsize, self.channels_last = p.groups, config.dtype.itemsize, config.channels_last
-        self.in_channels, self.out_channels = (p.gemm_k, p.group_out_channels)[::order]
-        self.inputs, self.outputs = (three_axes(p.input_size), three_axes(p.output_size))[::order]
-        self.step, self.span = (three_axes(()), three_axes(p.stride))[::order]
+        p = self.problem = config.problem
+        self.direction, self.tile = direction, tile
+        self.dtype, self.itemsize, self.channels_last = config.dtype, config.dtype.itemsize, config.channels_last
+        self.inputs, self.outputs = three_axes(self.input_size), three_axes(self.output_size)
+        one, stride = three_axes(()), three_axes(p.stride)
+        self.step, self.span = (one, stride) if direction == "forward" else (stride, one)
         self.phases, least, most = taps_of_phases(direction, p.kernel_size, p.stride, p.padding, p.dilation)
         self.split, self.partials = config.is_ieee, tile.splits > 1
         self.parts = 2 if self.split else 1
@@ -132,7 +131,7 @@ class Work:
         staged = max(_STAGES * pixels * self.pitch, lines * (line * stored_bytes + 16))
         self.shared_bytes = up_to_multiple(places, 16) + staged
 
-        taps = self.groups * self.channel_blocks * self.chunks * p.taps + 1
+        taps = p.groups * self.channel_blocks * self.chunks * p.taps + 1
         self.packed_bytes = taps * self.parts * tile.units * tile.channels * 16
         sums = p.batch * p.groups * self.out_channels * math.prod(self.outputs)
         self.partial_bytes = 4 * sums * tile.splits if self.partials else 0
@@ -174,7 +173,7 @@ def macros_of(work: Work) -> Macros:
     """Macros that specialise csrc/conv/gemm_mma.cu."""
     tile = work.tile
     return {
-        "ELEMENT_T": ELEMENT_TYPES[work.config.dtype],
+        "ELEMENT_T": ELEMENT_TYPES[work.dtype],
         "WARPS_M": tile.warps[0],
         "WARPS_N": tile.warps[1],
         "TILES_M": tile.tiles[0],
@@ -183,19 +182,19 @@ def macros_of(work: Work) -> Macros:
         "TILE_W": tile.cells[2],
         **named_macros(tile, "phases units"),
         **named_macros(work, "split channels_last copy_bytes wide vector partials"),
-        **index_macros(work.config.problem.image_elements),
+        **index_macros(work.problem.image_elements),
     }
 
 
 def weight_macros_of(work: Work) -> Macros:
     """Macros that specialise csrc/weights/pack.cu."""
     others: Macros = {
-        "ELEMENT_T": ELEMENT_TYPES[work.config.dtype],
+        "ELEMENT_T": ELEMENT_TYPES[work.dtype],
         "FRAGMENTS": 1,
         "INPUT_GRAD": int(work.direction == "input_grad"),
         **named_macros(work, "split in_channels out_channels chunks"),
         "UNITS": work.tile.units,
-        "TAPS": work.config.problem.taps,
+        "TAPS": work.problem.taps,
         "CHANNEL_SETS": work.channel_blocks,
         "ROWS": work.tile.channels,
         "CHANNELS": work.tile.channels,
@@ -250,7 +249,7 @@ class GemmMma(Kernel):
         return work.packed_bytes + work.partial_bytes
 
     def program(self, config: Config, direction: Pass, tile: Tile) -> Program:
-        work = Work(config, direction, tile)
+        p, work = config.problem, Work(config, direction, tile)
         first, patch = work.first, work.patch
         begins = [*itertools.accumulate(map(len, work.phases), initial=0)]
         offsets = [
@@ -261,7 +260,7 @@ class GemmMma(Kernel):
         params: Params = {
             "input, packed": ("input", "packed"),
             "bias, output": ("bias" if direction == "forward" else None, "partials" if work.partials else "output"),
-            "batch, groups": (config.problem.batch, work.groups),
+            "batch, groups": (p.batch, p.groups),
             "in_channels, out_channels": (work.in_channels, work.out_channels),
             "in_d, in_h, in_w": work.inputs,
             "out_d, out_h, out_w": work.outputs,
@@ -277,7 +276,7 @@ class GemmMma(Kernel):
         }
         grid, block = (work.blocks, tile.splits, 1), (tile.threads, 1, 1)
         launches = [
-            pack.packing(weight_macros_of(work), work.groups),
+            pack.packing(weight_macros_of(work), p.groups),
             Launch("conv/gemm_mma.cu", macros_of(work), grid, block, params, work.shared_bytes, overlaps=True),
         ]
         scratch = {"packed": work.packed_bytes}
