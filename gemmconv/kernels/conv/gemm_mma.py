@@ -1,7 +1,8 @@
 """One GEMM over a table of taps on the tensor cores of any GPU since sm_80: host side of csrc/conv/gemm_mma.cu.
 
 It computes forward passes and input gradients of signals, images and volumes. csrc/weights/pack.cu lays the weights out
-before it, in a launch of its own, and with split-K csrc/splits/reduce.cu adds up the parts after it.
+before it, in a launch of its own, and with split-K csrc/splits/reduce.cu adds up the parts after it. How long a tile
+takes is estimated in gemm_mma_cost.py.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
-from gemmconv.device import REGISTERS, DeviceSpec
+from gemmconv.device import REGISTERS
 from gemmconv.hashing import changed, hashed_once
 from gemmconv.kernels.base import Config, Kernel, Pass
-from gemmconv.kernels.costs import costs_of
+from gemmconv.kernels.conv.gemm_mma_cost import seconds_of
 from gemmconv.kernels.integers import INT32_MAX, even_share, power_of_two, up_to_multiple
 from gemmconv.kernels.macros import ELEMENT_TYPES, TENSOR_CORE_TYPES, Macros, index_macros, named_macros
 from gemmconv.kernels.phases import Gathering, taps_of_phases
@@ -28,11 +29,9 @@ _MENU = [(warps, (4, channel_tiles)) for channel_tiles in (8, 4) for warps in ((
 _MENU += [((2, 3), (2, 4)), ((2, 2), (2, 4)), ((4, 1), (4, 1))]
 # More of them, by the number of column phases: blocks that have all phases, so that they store whole rows of outputs.
 _ALL_PHASES = {3: [((2, 3), (4, 2)), ((1, 3), (4, 4))], 5: [((1, 5), (4, 4))]}
-_COST = costs_of("conv/gemm_mma")
 _MOST_PHASES, _MOST_TAPS = 128, 512  # of the tables in the kernel's params
 _MOST_SUMS = 32  # tiles of 16 x 8 sums that a warp has registers for; float32 in two parts takes two of each
 _STAGES = 2  # buffers of a chunk
-_FEW_WAVES = 4  # of blocks: so few are counted as whole ones
 
 
 @hashed_once
@@ -136,35 +135,6 @@ class Work(Gathering):
         sums = p.batch * p.groups * self.out_channels * math.prod(self.outputs)
         self.partial_bytes = 4 * sums * tile.splits if self.partials else 0
 
-    def seconds(self, spec: DeviceSpec) -> float:
-        """Estimated seconds: blocks share the tensor cores, and each takes its own time for everything else."""
-        tile, pixels = self.tile, math.prod(self.patch)
-        # Taps of a block: the most of its column phases; the mean of row phases, which are other blocks.
-        sets = [max(map(len, self.phases[i : i + tile.phases])) for i in range(0, len(self.phases), tile.phases)]
-        taps = sum(sets) / len(sets)
-        slower = _COST.narrow_share * (8 / tile.tiles[1] - 1)
-        slower += _COST.rounding_share if self.itemsize == 4 and self.parts == 1 else 0
-        products = taps * self.split_chunks * tile.units / 2 * math.prod(tile.tiles) * math.prod(tile.warps)
-        per_second = spec.half / 4096 if self.itemsize == 2 else spec.tf32 / 2048  # of 16 x 8 sums, 32 bytes deep
-        rate = min(per_second / spec.cycles, _COST.most_products)
-        busy = _COST.product_share * products * (3 if self.parts == 2 else 1) * (1 + slower) / rate
-        if self.copy_bytes:
-            pieces = max(1, 4 * tile.units // self.copy_bytes)
-            loaded = -(-pixels // (tile.threads // 4)) * pieces * _COST.copy_cycles
-        else:
-            loaded = -(-pixels * tile.units // (tile.threads * self.wide)) * _COST.gather_cycles
-        chunks = self.split_chunks * (_COST.chunk_cycles + loaded + taps * _COST.tap_cycles)
-        stored = math.prod(tile.cells) * tile.phases * tile.channels / tile.threads
-        stores = stored * (_COST.output_cycles + _COST.store_cycles * 16 / (self.vector * self.itemsize))
-        resident = max(1, min(tile.resident(self.parts), spec.shared_bytes // (self.shared_bytes + 1024)))
-        blocks = self.blocks * tile.splits / spec.multiprocessors
-        waves = blocks / resident
-        waves = math.ceil(waves) if waves < _FEW_WAVES else waves
-        cycles = waves * (min(resident, math.ceil(blocks)) * busy + _COST.block_cycles + chunks + stores)
-        packed = self.packed_bytes / _COST.weight_rate
-        partial = _COST.partial_passes * self.partial_bytes / spec.bandwidth
-        return _COST.launch_seconds + packed + cycles / spec.clock + partial
-
 
 work_of = lru_cache(maxsize=256)(Work)  # the search for a tile asks for it twice
 
@@ -237,7 +207,7 @@ class GemmMma(Kernel):
                         yield split
 
     def seconds(self, config: Config, direction: Pass, tile: Tile) -> float:
-        return work_of(config, direction, tile).seconds(config.spec)
+        return seconds_of(work_of(config, direction, tile), config.spec)
 
     def fitted(self, config: Config, direction: Pass, tile: Tile) -> Tile | None:
         work = work_of(config, direction, tile)
