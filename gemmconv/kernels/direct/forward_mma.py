@@ -211,9 +211,8 @@ class Tile:
         its own loads and stores.
         """
         alone, busy, moved = self._costs
-        tiles = (
-            problem.batch * math.prod(covering(cells_of(problem), self.size)) * self.sets / self.spec.multiprocessors
-        )
+        image_tiles = math.prod(covering(cells_of(problem), self.size))
+        tiles = problem.batch * image_tiles * self.sets / self.spec.multiprocessors
         rounds = max(1.0, tiles / self.blocks_resident)
         alone *= math.ceil(rounds) if rounds < 4 else rounds
         busy, moved = busy * tiles, moved * tiles
