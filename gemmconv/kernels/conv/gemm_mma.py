@@ -163,11 +163,10 @@ def weight_macros_of(work: Work) -> Macros:
         "FRAGMENTS": 1,
         "INPUT_GRAD": int(work.direction == "input_grad"),
         **named_macros(work, "split in_channels out_channels chunks"),
-        "UNITS": work.tile.units,
+        **named_macros(work.tile, "units channels"),
         "TAPS": work.problem.taps,
         "CHANNEL_SETS": work.channel_blocks,
         "ROWS": work.tile.channels,
-        "CHANNELS": work.tile.channels,
     }
     return pack.macros_of(([[tap] for tap, _ in taps] for taps in work.phases), others)
 
