@@ -147,7 +147,7 @@ def gradients_program(config: Config, slices: int, vector: int, main: Launch, di
     scratch = {}
     if slices > 1:
         steps.append(sum_partials(config, slices))
-        scratch["partials"] = partial_bytes(config, slices)
+        scratch["partials"] = slices * partial_bytes(config)
     return Program(config.dtype, tuple(operands), tuple(outputs), tuple(steps), scratch)
 
 

@@ -26,10 +26,9 @@ _PIECE_BYTES = 16
 _MANY, _LONG_RUN = 1 << 14, 128  # elements whose sums are read in pieces, and the columns of a block then
 
 
-def partial_bytes(config: Config, slices: int) -> int:
-    """Bytes of the partial sums of a weight gradient; 0 for a single slice."""
-    weight_bytes = math.prod(config.problem.weight_shape) * accumulator_dtype(config.dtype).itemsize
-    return slices * weight_bytes if slices > 1 else 0
+def partial_bytes(config: Config) -> int:
+    """Bytes of the partial sums of one slice of a weight gradient."""
+    return math.prod(config.problem.weight_shape) * accumulator_dtype(config.dtype).itemsize
 
 
 def sum_partials(config: Config, slices: int) -> Launch:
