@@ -125,10 +125,7 @@ class AlgorithmOfOne(Kernel, Algorithm):
         return self.expected(config, direction, self.tile(config, direction))
 
     def choice(self, config: Config, direction: Pass) -> Choice | None:
-        if self.why_not(config, direction) is not None:
-            return None
-        tile = self.tile(config, direction)
-        return Choice(self, tile, self.expected(config, direction, tile))
+        return next(iter(choices(config, direction, (self,))), None)
 
     def tiles(self, config: Config, direction: Pass) -> tuple[Any, ...]:
         return (None,)

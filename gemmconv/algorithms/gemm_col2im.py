@@ -42,7 +42,7 @@ from gemmconv.kernels.integers import INT32_MAX
 from gemmconv.kernels.layout.transpose import grad_output_transpose_seconds, input_transpose_seconds
 from gemmconv.kernels.macros import why_not_dtype
 from gemmconv.kernels.program import Operand, Output, Program, Step, Zero, grad_input_of, grad_weight_of
-from gemmconv.kernels.splits.reduce import sum_partials
+from gemmconv.kernels.splits.reduce import partial_bytes, sum_partials
 
 # Rates that were reached on Hopper; other GPUs scale them by the ratio of the devices' peak rates.
 _COST = costs_of("gemm_col2im")
@@ -82,7 +82,7 @@ class GemmCol2im(AlgorithmOfOne):
         columns = _column_elements(p, chunks) * cpu.dtype_of_columns(config, direction).itemsize
         if direction == "input_grad" and on_cpu:  # the product, before it goes to its rows
             columns += columns * p.gemm_k // max(1, p.gemm_m)
-        return columns + _partials(config, direction, chunks) * _partial_bytes(config)
+        return columns + _partials(config, direction, chunks) * partial_bytes(config)
 
     def seconds(self, config: Config, direction: Pass, tile: object = None) -> float:
         """Estimated seconds: columns written and read, products, weights read or summed for each image, launches.
@@ -117,7 +117,7 @@ class GemmCol2im(AlgorithmOfOne):
             return Program(config.dtype, (input, weight, Operand("bias", nchw)), (output,), tuple(steps), scratch)
         of_input, of_weight = direction != "weight_grad", direction != "input_grad"
         slots = _partials(config, direction, chunks)
-        sum_bytes = slots * _partial_bytes(config)
+        sum_bytes = slots * partial_bytes(config)
         operands, outputs = [Operand("grad_output", nchw)], list[Output]()
         # The first chunk overwrites the partial sums, if it alone writes all of them; else they are cleared before.
         first = next((one for one in list(chunks)[:1] if columns.fills(one, slots)), None)
@@ -209,7 +209,7 @@ def _gradient_seconds(config: Config, direction: Direction, chunks: Chunking) ->
         parts = [part[1:] for part in slices_of(pixels, longest_sum(config), _partials(config, direction, chunks))]
         results, weights_row = (p.gemm_m, p.gemm_k), p.gemm_m * accumulator_dtype(config.dtype).itemsize
         partials = p.batch * -(-p.in_pixels // pixels) * sum(slices for slices, _ in parts)
-        of_weights = 2 * partials * _partial_bytes(config) / _GRADIENTS.partials_rate
+        of_weights = 2 * partials * partial_bytes(config) / _GRADIENTS.partials_rate
     else:
         parts, results, weights_row = [(1, p.gemm_m)], (p.gemm_k, pixels), p.gemm_m * itemsize
         of_weights = p.batch * math.prod(p.weight_shape) * itemsize / _GRADIENTS.weights_rate
@@ -237,7 +237,7 @@ def _chunks(config: Config, direction: Pass) -> Chunking:
     if config.device.type == "cpu":
         if direction == "input_grad":
             return backward_chunks(p, itemsize, min(limit, cpu.CACHED_BYTES) * p.gemm_m // (p.gemm_m + p.gemm_k))
-        partial = max(1, _partial_bytes(config))
+        partial = max(1, partial_bytes(config))
         cached = max(1, min(cpu.CACHED_BYTES, limit - partial))
         chunks = backward_chunks(p, itemsize, cached)
         return replace(chunks, images=max(1, min(chunks.images, (limit - cached) // partial)))
@@ -245,7 +245,7 @@ def _chunks(config: Config, direction: Pass) -> Chunking:
         return backward_chunks(p, itemsize, limit)
     if longest_sum(config) < p.in_pixels:
         limit -= limit // _PARTIALS_SHARE
-    return backward_chunks(p, itemsize, limit, _partial_bytes(config))
+    return backward_chunks(p, itemsize, limit, partial_bytes(config))
 
 
 def _partials(config: Config, direction: Pass, chunks: Chunking) -> int:
@@ -253,13 +253,8 @@ def _partials(config: Config, direction: Pass, chunks: Chunking) -> int:
     if direction in ("forward", "input_grad"):
         return 0
     slices = chunks.in_rows * config.problem.input_size[-1] // longest_sum(config)
-    fitting = config.workspace_limit // _PARTIALS_SHARE // max(1, _partial_bytes(config))
+    fitting = config.workspace_limit // _PARTIALS_SHARE // max(1, partial_bytes(config))
     return max(chunks.images, min(slices, fitting))
-
-
-def _partial_bytes(config: Config) -> int:
-    """Bytes of one image's share of the weight gradient."""
-    return config.problem.in_channels * config.problem.gemm_m * accumulator_dtype(config.dtype).itemsize
 
 
 def _column_elements(problem: Problem, chunks: Chunking) -> int:

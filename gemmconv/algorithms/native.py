@@ -57,9 +57,6 @@ class Native(AlgorithmOfOne):
             return math.inf
         return torchs_seconds(config, direction)
 
-    def program(self, config: Config, direction: Pass, tile: object = None) -> None:
-        """None: torch's operator."""
-
     def prepare(self, config: Config, direction: Pass, tile: object = None) -> Callable[..., Any]:
         if direction == "forward":
             return self._forward(config)

@@ -95,13 +95,12 @@ class Kernel(ABC):
 
     A tile is a frozen record of what a kernel is compiled for: the work of a thread block, stages, threads.
 
-    A new kernel defines ``name``, ``serves``, :meth:`tiles`, :meth:`seconds` and :meth:`program`; a kernel on a CPU,
-    whose program is None, :meth:`prepare` too. All else has a default. gemmconv/kernels/conv/gemm_mma.py is one to read
+    A new kernel defines ``name``, ``serves``, :meth:`tiles`, :meth:`seconds` and :meth:`program`; one on a CPU, which
+    has no program, :meth:`prepare` instead. All else has a default. gemmconv/kernels/conv/gemm_mma.py is one to read
     first. To choose among kernels, a pass asks each in this order:
 
         why_not                          None if the kernel can compute the pass, else the reason
-          why_not_device_or_dtype          what does not depend on sizes
-            why_not_device                   a feature of the GPU, or software of this machine
+          why_not_device_or_dtype          the GPU, software of this machine, what else does not depend on sizes
           why_not_sizes                    there is no tile for the layer
         tile                             its best tile, by ``seconds``
         expected                         seconds by which kernels are compared; the least gives its ``program``
@@ -140,12 +139,12 @@ class Kernel(ABC):
         factor = correction(self.name, config, direction) if config.device.type == "cuda" else None
         return self.seconds(config, direction, tile) * (1.0 if factor is None else factor)
 
-    @abstractmethod
     def program(self, config: Config, direction: Pass, tile: Any) -> Program | None:
         """The steps of a call; None for torch's operator, and on a CPU.
 
         Arguments: (input, weight, bias), (grad_output, weight), (grad_output, input), (grad_output, input, weight).
         """
+        return None
 
     def prepare(self, config: Config, direction: Pass, tile: Any) -> Callable[..., Any]:
         """Prepare the call: :data:`Forward`, :data:`Gradient` or :data:`BothGradients`."""
@@ -179,22 +178,19 @@ class Kernel(ABC):
 
     def why_not_device_or_dtype(self, config: Config, direction: Pass) -> str | None:
         """The part of :meth:`why_not` that is known at once and does not depend on sizes."""
-        if config.device.type != self.device_type:
-            return f"the device must be {self.device_type}, got {config.device.type}"
-        if (reason := self.why_not_device(config)) is not None:
+        device, spec = config.device, config.spec
+        if device.type != self.device_type:
+            return f"the device must be {self.device_type}, got {device.type}"
+        # A kernel without features needs capability 8.0; a kernel with features needs a GPU that has them: see below.
+        reason = missing_software(device) if self.features else why_no_kernels(device, spec)
+        if reason is not None:
             return reason
+        if not self.features <= spec.features:
+            major, minor = spec.capability
+            return f"the device must have compute capability 9.0, got {major}.{minor}"  # all features are Hopper's
         if direction not in self.directions:
             return f"it computes {' and '.join(self.directions)} alone, got {direction}"
         return why_not_dtype(config.dtype, self.dtypes)
-
-    def why_not_device(self, config: Config) -> str | None:
-        """What the device, or the software of this machine, lacks for the kernel, as a clause; None for nothing."""
-        # A kernel without features needs capability 8.0; a kernel with features needs a GPU that has them: see below.
-        reason = missing_software(config.device) if self.features else why_no_kernels(config.device, config.spec)
-        if reason is None and not self.features <= config.spec.features:
-            major, minor = config.spec.capability
-            return f"the device must have compute capability 9.0, got {major}.{minor}"  # all features are Hopper's
-        return reason
 
     def why_not_sizes(self, config: Config, direction: Pass) -> str | None:
         """The part of :meth:`why_not` that depends on the layer's sizes."""

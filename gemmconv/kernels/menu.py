@@ -47,9 +47,8 @@ def menu_of(tiles: Sequence[T], seconds: Sequence[Sequence[float]], most: int) -
     []
     """
     weights = [1 / min(row, default=1) for row in seconds]
-    columns = [
-        [one * weight for one, weight in zip(column, weights, strict=True)] for column in zip(*seconds, strict=True)
-    ]
+    weighted = ([one * weight for one in row] for row, weight in zip(seconds, weights, strict=True))
+    columns = [*zip(*weighted, strict=True)]  # of each tile, the weighted seconds of all samples
     taken: list[T] = []
     least, sums = [float("inf")] * len(weights), {i: sum(column) for i, column in enumerate(columns)}
     while sums and len(taken) < most:

@@ -6,7 +6,9 @@ depend on ``o % stride`` alone.
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections import defaultdict
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -14,8 +16,12 @@ from gemmconv.geometry import Pair, Problem
 from gemmconv.hashing import cached_property
 from gemmconv.kernels.base import Pass
 from gemmconv.kernels.integers import covering
+from gemmconv.kernels.program import Extent3, three_axes
 
 _MOST_REACH = 2**20
+
+Extents = tuple[int, ...]  # of one to three axes
+Taps = tuple[tuple[int, Extent3], ...]  # taps of a phase, each with its shift from a cell's first input
 
 
 class Gathering:
@@ -85,6 +91,22 @@ def axis_taps(direction: Pass, kernel_size: int, stride: int, padding: int, dila
     if direction == "input_grad":
         return tuple(Tap(tap, 0, place) for tap, place in enumerate(places))
     return tuple(Tap(tap, place % stride, -(place // stride)) for tap, place in enumerate(places))
+
+
+@lru_cache(maxsize=1024)
+def taps_of_phases(
+    direction: Pass, kernel_size: Extents, stride: Extents, padding: Extents, dilation: Extents
+) -> tuple[tuple[Taps, ...], Extent3, Extent3]:
+    """The taps of each phase, in order of depth, row, column, and the least and the greatest shift of all."""
+    of_axes = three_axes(kernel_size), three_axes(stride), three_axes(padding, 0), three_axes(dilation)
+    axes = [axis_taps(direction, *of) for of in zip(*of_axes, strict=True)]
+    found = defaultdict[Extent3, list[tuple[int, Extent3]]](list)
+    for i, (depth, row, column) in enumerate(itertools.product(*axes)):
+        found[depth.phase, row.phase, column.phase].append((i, (depth.shift, row.shift, column.shift)))
+    span = three_axes(stride if direction == "forward" else ())
+    shifts = [[tap.shift for tap in axis] for axis in axes]
+    phases = tuple(tuple(found[d, h, w]) for d, h, w in itertools.product(*map(range, span)))
+    return phases, three_axes([*map(min, shifts)]), three_axes([*map(max, shifts)])
 
 
 def reach_of(problem: Problem, axis: int) -> Pair:

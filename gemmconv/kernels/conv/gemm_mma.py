@@ -1,51 +1,37 @@
 """One GEMM over a table of taps on the tensor cores of any GPU since sm_80: host side of csrc/conv/gemm_mma.cu.
 
 It computes forward passes and input gradients of signals, images and volumes. csrc/weights/pack.cu lays the weights out
-before it, in a launch of its own, and with split-K csrc/splits/reduce.cu adds up the parts after it.
+before it, in a launch of its own, and with split-K csrc/splits/reduce.cu adds up the parts after it. How long a tile
+takes is estimated in gemm_mma_cost.py.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
-from gemmconv.device import REGISTERS, DeviceSpec
+from gemmconv.device import REGISTERS
 from gemmconv.hashing import changed, hashed_once
 from gemmconv.kernels.base import Config, Kernel, Pass
-from gemmconv.kernels.costs import costs_of
+from gemmconv.kernels.conv.gemm_mma_cost import seconds_of
 from gemmconv.kernels.integers import INT32_MAX, even_share, power_of_two, up_to_multiple
 from gemmconv.kernels.macros import ELEMENT_TYPES, TENSOR_CORE_TYPES, Macros, index_macros, named_macros
-from gemmconv.kernels.phases import axis_taps
+from gemmconv.kernels.phases import Gathering, taps_of_phases
 from gemmconv.kernels.program import Extent3, Launch, Params, Program, gathering, three_axes
 from gemmconv.kernels.splits import reduce
 from gemmconv.kernels.weights import pack
 
 # Warps along cells and along channels; for each warp, tiles of 16 cells and tiles of 8 channels.
-_MENU = (
-    (2, 2, 4, 8),
-    (4, 1, 4, 8),
-    (1, 4, 4, 8),
-    (2, 2, 4, 4),
-    (4, 1, 4, 4),
-    (1, 4, 4, 4),
-    (2, 3, 2, 4),
-    (2, 2, 2, 4),
-    (4, 1, 4, 1),
-)
-# The same, by the number of column phases: blocks that have all of them, so that they store whole rows of outputs.
-_ALL_PHASES = {3: ((2, 3, 4, 2), (1, 3, 4, 4)), 5: ((1, 5, 4, 4),)}
-_COST = costs_of("conv/gemm_mma")
+_MENU = [(warps, (4, channel_tiles)) for channel_tiles in (8, 4) for warps in ((2, 2), (4, 1), (1, 4))]
+_MENU += [((2, 3), (2, 4)), ((2, 2), (2, 4)), ((4, 1), (4, 1))]
+# More of them, by the number of column phases: blocks that have all phases, so that they store whole rows of outputs.
+_ALL_PHASES = {3: [((2, 3), (4, 2)), ((1, 3), (4, 4))], 5: [((1, 5), (4, 4))]}
 _MOST_PHASES, _MOST_TAPS = 128, 512  # of the tables in the kernel's params
 _MOST_SUMS = 32  # tiles of 16 x 8 sums that a warp has registers for; float32 in two parts takes two of each
 _STAGES = 2  # buffers of a chunk
-_FEW_WAVES = 4  # of blocks: so few are counted as whole ones
-
-Extents = tuple[int, ...]  # of one to three axes
-Taps = tuple[tuple[int, Extent3], ...]  # taps of a phase, each with its shift
 
 
 @hashed_once
@@ -75,15 +61,16 @@ class Tile:
         return max(1, min(3, REGISTERS // (registers * self.threads)))
 
 
-class Work:
+class Work(Gathering):
     """A pass of a layer as a tile computes it.
 
     Attributes:
-        in_channels, out_channels: channels of a group.
         inputs, outputs: pixels of an image; the depth of an image is 1.
         step, span: inputs and outputs from a cell to the next.
         phases: the taps of each phase, with their shifts from a cell's first input.
-        parts: parts of TF32 of a value.
+        split: whether a value is split into parts of TF32.
+        parts: parts of a value.
+        partials: whether blocks store partial sums of split-K, in float32.
         chunks, split_chunks: chunks of channels, in all and of a block.
         grid: tiles of an image.
         channel_blocks: blocks of a group's output channels.
@@ -98,14 +85,15 @@ class Work:
     """
 
     def __init__(self, config: Config, direction: Pass, tile: Tile) -> None:
-        p, order = config.problem, 1 if direction == "forward" else -1
-        self.config, self.direction, self.tile = config, direction, tile
-        self.groups, self.itemsize, self.channels_last = p.groups, config.dtype.itemsize, config.channels_last
-        self.in_channels, self.out_channels = (p.gemm_k, p.group_out_channels)[::order]
-        self.inputs, self.outputs = (three_axes(p.input_size), three_axes(p.output_size))[::order]
-        self.step, self.span = (three_axes(()), three_axes(p.stride))[::order]
-        self.phases, least, most = _phases(p.kernel_size, p.stride, p.padding, p.dilation, direction)
-        self.parts = 2 if config.is_ieee else 1
+        p = self.problem = config.problem
+        self.direction, self.tile = direction, tile
+        self.dtype, self.itemsize, self.channels_last = config.dtype, config.dtype.itemsize, config.channels_last
+        self.inputs, self.outputs = three_axes(self.input_size), three_axes(self.output_size)
+        one, stride = three_axes(()), three_axes(p.stride)
+        self.step, self.span = (one, stride) if direction == "forward" else (stride, one)
+        self.phases, least, most = taps_of_phases(direction, p.kernel_size, p.stride, p.padding, p.dilation)
+        self.split, self.partials = config.is_ieee, tile.splits > 1
+        self.parts = 2 if self.split else 1
 
         self.chunks = -(-self.in_channels * self.itemsize // (16 * tile.units))
         self.split_chunks = -(-self.chunks // tile.splits)
@@ -127,7 +115,7 @@ class Work:
         self.patch = depth, height, up_to_multiple(width, self.wide)
         self.pitch = (tile.units | 1) * 16
 
-        stored_bytes = 4 if tile.splits > 1 else self.itemsize  # partial sums of split-K are float32
+        stored_bytes = 4 if self.partials else self.itemsize
         self.vector = 16 // stored_bytes
         if self.channels_last:
             self.vector = math.gcd(self.vector, self.out_channels)
@@ -142,96 +130,45 @@ class Work:
         staged = max(_STAGES * pixels * self.pitch, lines * (line * stored_bytes + 16))
         self.shared_bytes = up_to_multiple(places, 16) + staged
 
-        taps = self.groups * self.channel_blocks * self.chunks * p.taps + 1
+        taps = p.groups * self.channel_blocks * self.chunks * p.taps + 1
         self.packed_bytes = taps * self.parts * tile.units * tile.channels * 16
         sums = p.batch * p.groups * self.out_channels * math.prod(self.outputs)
-        self.partial_bytes = 4 * sums * tile.splits if tile.splits > 1 else 0
-
-    def seconds(self, spec: DeviceSpec) -> float:
-        """Estimated seconds: blocks share the tensor cores, and each takes its own time for everything else."""
-        tile, pixels = self.tile, math.prod(self.patch)
-        # Taps of a block: the most of its column phases; the mean of row phases, which are other blocks.
-        sets = [max(map(len, self.phases[i : i + tile.phases])) for i in range(0, len(self.phases), tile.phases)]
-        taps = sum(sets) / len(sets)
-        slower = _COST.narrow_share * (8 / tile.tiles[1] - 1)
-        slower += _COST.rounding_share if self.itemsize == 4 and self.parts == 1 else 0
-        products = taps * self.split_chunks * tile.units / 2 * math.prod(tile.tiles) * math.prod(tile.warps)
-        per_second = spec.half / 4096 if self.itemsize == 2 else spec.tf32 / 2048  # of 16 x 8 sums, 32 bytes deep
-        rate = min(per_second / spec.cycles, _COST.most_products)
-        busy = _COST.product_share * products * (3 if self.parts == 2 else 1) * (1 + slower) / rate
-        if self.copy_bytes:
-            pieces = max(1, 4 * tile.units // self.copy_bytes)
-            loaded = -(-pixels // (tile.threads // 4)) * pieces * _COST.copy_cycles
-        else:
-            loaded = -(-pixels * tile.units // (tile.threads * self.wide)) * _COST.gather_cycles
-        chunks = self.split_chunks * (_COST.chunk_cycles + loaded + taps * _COST.tap_cycles)
-        stored = math.prod(tile.cells) * tile.phases * tile.channels / tile.threads
-        stores = stored * (_COST.output_cycles + _COST.store_cycles * 16 / (self.vector * self.itemsize))
-        resident = max(1, min(tile.resident(self.parts), spec.shared_bytes // (self.shared_bytes + 1024)))
-        blocks = self.blocks * tile.splits / spec.multiprocessors
-        waves = blocks / resident
-        waves = math.ceil(waves) if waves < _FEW_WAVES else waves
-        cycles = waves * (min(resident, math.ceil(blocks)) * busy + _COST.block_cycles + chunks + stores)
-        packed = self.packed_bytes / _COST.weight_rate
-        partial = _COST.partial_passes * self.partial_bytes / spec.bandwidth
-        return _COST.launch_seconds + packed + cycles / spec.clock + partial
+        self.partial_bytes = 4 * sums * tile.splits if self.partials else 0
 
 
 work_of = lru_cache(maxsize=256)(Work)  # the search for a tile asks for it twice
-
-
-@lru_cache(maxsize=1024)
-def _phases(
-    kernel_size: Extents, stride: Extents, padding: Extents, dilation: Extents, direction: Pass
-) -> tuple[tuple[Taps, ...], Extent3, Extent3]:
-    """The taps of each phase, in order of depth, row, column, and the least and the greatest shift of all."""
-    of_axes = three_axes(kernel_size), three_axes(stride), three_axes(padding, 0), three_axes(dilation)
-    axes = [axis_taps(direction, *of) for of in zip(*of_axes, strict=True)]
-    found = defaultdict[Extent3, list[tuple[int, Extent3]]](list)
-    for i, (depth, row, column) in enumerate(itertools.product(*axes)):
-        found[depth.phase, row.phase, column.phase].append((i, (depth.shift, row.shift, column.shift)))
-    span = three_axes(stride if direction == "forward" else ())
-    shifts = [[tap.shift for tap in axis] for axis in axes]
-    phases = tuple(tuple(found[d, h, w]) for d, h, w in itertools.product(*map(range, span)))
-    return phases, three_axes([*map(min, shifts)]), three_axes([*map(max, shifts)])
 
 
 def macros_of(work: Work) -> Macros:
     """Macros that specialise csrc/conv/gemm_mma.cu."""
     tile = work.tile
     return {
-        **_common_macros(work),
+        "ELEMENT_T": ELEMENT_TYPES[work.dtype],
         "WARPS_M": tile.warps[0],
         "WARPS_N": tile.warps[1],
         "TILES_M": tile.tiles[0],
         "TILES_N": tile.tiles[1],
-        "PHASES": tile.phases,
         "TILE_H": tile.cells[1],
         "TILE_W": tile.cells[2],
-        **named_macros(work, "channels_last copy_bytes wide vector"),
-        "PARTIALS": int(tile.splits > 1),
-        **index_macros(work.config.problem.image_elements),
+        **named_macros(tile, "phases units"),
+        **named_macros(work, "split channels_last copy_bytes wide vector partials"),
+        **index_macros(work.problem.image_elements),
     }
 
 
 def weight_macros_of(work: Work) -> Macros:
     """Macros that specialise csrc/weights/pack.cu."""
     others: Macros = {
-        **_common_macros(work),
+        "ELEMENT_T": ELEMENT_TYPES[work.dtype],
         "FRAGMENTS": 1,
         "INPUT_GRAD": int(work.direction == "input_grad"),
-        **named_macros(work, "in_channels out_channels chunks"),
-        "TAPS": work.config.problem.taps,
+        **named_macros(work, "split in_channels out_channels chunks"),
+        **named_macros(work.tile, "units channels"),
+        "TAPS": work.problem.taps,
         "CHANNEL_SETS": work.channel_blocks,
         "ROWS": work.tile.channels,
-        "CHANNELS": work.tile.channels,
     }
     return pack.macros_of(([[tap] for tap, _ in taps] for taps in work.phases), others)
-
-
-def _common_macros(work: Work) -> Macros:
-    element = ELEMENT_TYPES[work.config.dtype]
-    return {"ELEMENT_T": element, "SPLIT": int(work.parts == 2), "UNITS": work.tile.units}
 
 
 class GemmMma(Kernel):
@@ -250,17 +187,16 @@ class GemmMma(Kernel):
             return
         units = 4 if layer.in_channels * layer.itemsize > 32 else 2
         depth, height, width = map(power_of_two, layer.grid)
-        for warps_m, warps_n, tiles_m, tiles_n in (*_MENU, *_ALL_PHASES.get(layer.span[2], ())):
-            if tiles_m * tiles_n * layer.parts > _MOST_SUMS:
+        for warps, tiles in (*_MENU, *_ALL_PHASES.get(layer.span[2], ())):
+            if math.prod(tiles) * layer.parts > _MOST_SUMS:
                 continue
-            block = warps_m * tiles_m * 16
+            block = warps[0] * tiles[0] * 16
             for tile_w, tile_h in ((block, 1), *itertools.product((8, 16, 32), (1, 2, 4, 8, 16, 32))):
                 tile_d, rest = divmod(block, tile_w * tile_h)
                 fills = tile_d <= depth and tile_h <= height and tile_w <= max(8, width)
-                if rest or tile_d == 0 or not (fills or (tile_d, tile_w) == (1, 8)):
+                if rest or not (fills or (tile_d, tile_w) == (1, 8)):
                     continue
-                phases, cells = math.gcd(warps_n, layer.span[2]), (tile_d, tile_h, tile_w)
-                tile = Tile((warps_m, warps_n), (tiles_m, tiles_n), phases, cells, units)
+                tile = Tile(warps, tiles, math.gcd(warps[1], layer.span[2]), (tile_d, tile_h, tile_w), units)
                 work = work_of(config, direction, tile)
                 # Beside one part: as many parts as fill the GPU with blocks once, or twice.
                 room = tile.resident(work.parts) * config.spec.multiprocessors // work.blocks
@@ -270,7 +206,7 @@ class GemmMma(Kernel):
                         yield split
 
     def seconds(self, config: Config, direction: Pass, tile: Tile) -> float:
-        return work_of(config, direction, tile).seconds(config.spec)
+        return seconds_of(work_of(config, direction, tile), config.spec)
 
     def fitted(self, config: Config, direction: Pass, tile: Tile) -> Tile | None:
         work = work_of(config, direction, tile)
@@ -282,7 +218,7 @@ class GemmMma(Kernel):
         return work.packed_bytes + work.partial_bytes
 
     def program(self, config: Config, direction: Pass, tile: Tile) -> Program:
-        work, is_split = Work(config, direction, tile), tile.splits > 1
+        p, work = config.problem, Work(config, direction, tile)
         first, patch = work.first, work.patch
         begins = [*itertools.accumulate(map(len, work.phases), initial=0)]
         offsets = [
@@ -292,8 +228,8 @@ class GemmMma(Kernel):
         ]
         params: Params = {
             "input, packed": ("input", "packed"),
-            "bias, output": ("bias" if direction == "forward" else None, "partials" if is_split else "output"),
-            "batch, groups": (config.problem.batch, work.groups),
+            "bias, output": ("bias" if direction == "forward" else None, "partials" if work.partials else "output"),
+            "batch, groups": (p.batch, p.groups),
             "in_channels, out_channels": (work.in_channels, work.out_channels),
             "in_d, in_h, in_w": work.inputs,
             "out_d, out_h, out_w": work.outputs,
@@ -309,11 +245,11 @@ class GemmMma(Kernel):
         }
         grid, block = (work.blocks, tile.splits, 1), (tile.threads, 1, 1)
         launches = [
-            pack.packing(weight_macros_of(work), work.groups),
+            pack.packing(weight_macros_of(work), p.groups),
             Launch("conv/gemm_mma.cu", macros_of(work), grid, block, params, work.shared_bytes, overlaps=True),
         ]
         scratch = {"packed": work.packed_bytes}
-        if is_split:
+        if work.partials:
             sums = work.partial_bytes // (4 * tile.splits)
             launches.append(reduce.sums(config.dtype, sums, tile.splits, "partials", "output"))
             scratch["partials"] = work.partial_bytes

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -29,9 +28,6 @@ class CpuKernel(Kernel):
     def tiles(self, config: Config, direction: Pass) -> tuple[Tile, ...]:
         name = isa_name()
         return () if name is None else (Tile(name),)
-
-    def program(self, config: Config, direction: Pass, tile: Any) -> None:
-        """None: it runs on the CPU."""
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:

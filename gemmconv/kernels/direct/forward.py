@@ -102,8 +102,8 @@ class _Layer:
         self.channels_last = channels_last
         self.spec = spec
         self.item_bytes, self.sum_bytes = dtype.itemsize, accumulator_dtype(dtype).itemsize
-        self.channels_in = problem.gemm_k
-        self.channels_out = problem.group_out_channels
+        self.in_channels = problem.gemm_k
+        self.out_channels = problem.group_out_channels
         self.is_depthwise = problem.groups == problem.in_channels == problem.out_channels
         self.planes = max(1, problem.batch * problem.groups)
         self.cells_h, self.cells_w = cells_of(problem)
@@ -111,7 +111,7 @@ class _Layer:
         # Threads that must share the products of a float32 output: a sum's rounding error grows with the square root of
         # its length.
         parts = -(-longest_sum(problem) // _LONGEST_SUM) if dtype == torch.float32 else 1
-        self.least_split = min(_MOST_SPLIT, power_of_two(parts), 1 << (self.channels_in.bit_length() - 1))
+        self.least_split = min(_MOST_SPLIT, power_of_two(parts), 1 << (self.in_channels.bit_length() - 1))
         self.tap_phases_h, self.tap_phases_w = (sum(map(bool, phase_shifts(problem, axis))) for axis in (0, 1))
 
     def depthwise_tile(self) -> Tile | None:
@@ -175,43 +175,41 @@ class _Layer:
         most_planes = math.gcd(p.groups, 8) if self.channels_last else power_of_two(self.planes)
         least_planes = 1
         if self.channels_last and whole_sectors:
-            sector_planes = 32 // self.item_bytes // min(self.channels_in, self.channels_out)
+            sector_planes = 32 // self.item_bytes // min(self.in_channels, self.out_channels)
             least_planes = min(most_planes, power_of_two(sector_planes))
-        shares = sorted({even_share(self.channels_out, most) for most in (1, 2, 4, 8, 16)})
-        splits = [split for split in (1, 2, 4) if self.least_split <= split <= self.channels_in]
+        shares = sorted({even_share(self.out_channels, most) for most in (1, 2, 4, 8, 16)})
+        splits = [split for split in (1, 2, 4) if self.least_split <= split <= self.in_channels]
         if self.planes * self.cells_h * self.cells_w > 1 << 20:
             splits = [split for split in splits if split == self.least_split]
         most_rows = power_of_two(self.cells_h)
         # In channels_last, more planes are more neighbours.
         factors = (1, 2, 4, 8) if self.channels_last else (1,)
-        of_block: dict[int, list[tuple[int, int, int]]] = {}  # rows, planes and split, by lanes
         for cells in (1, 2, 4, 8, 16):
             if cells > 1 and cells >= 2 * self.cells_w:
                 break
             lanes_w = min(power_of_two(-(-self.cells_w // cells)), 32)
-            if lanes_w not in of_block:
-                options = of_block[lanes_w] = []
-                for rows, split in itertools.product((1, 2, 4, 8, 16, 32), splits):
-                    part = lanes_w * rows * phases
-                    if rows > most_rows and part % 64 == 0:
-                        continue  # half the rows would make whole warps too
-                    planes = max(least_planes, min(most_planes, power_of_two(64 // (part * split))))
-                    planes = max(planes, 32 // math.gcd(32, part))  # whole warps, some of them idle
-                    for factor in factors:
-                        too_many = self.channels_last and factor * planes > most_planes
-                        if too_many or part * factor * planes * split > 256:
-                            break
-                        options.append((rows, factor * planes, split))
+            of_block = []  # rows, planes and split
+            for rows, split in itertools.product((1, 2, 4, 8, 16, 32), splits):
+                part = lanes_w * rows * phases
+                if rows > most_rows and part % 64 == 0:
+                    continue  # half the rows would make whole warps too
+                planes = max(least_planes, min(most_planes, power_of_two(64 // (part * split))))
+                planes = max(planes, 32 // math.gcd(32, part))  # whole warps, some of them idle
+                for factor in factors:
+                    too_many = self.channels_last and factor * planes > most_planes
+                    if too_many or part * factor * planes * split > 256:
+                        break
+                    of_block.append((rows, factor * planes, split))
             for channels_out in shares:
                 narrowest = cells == 1 and channels_out == 1
                 if narrowest or self.registers(cells, channels_out) <= _REGISTERS[-1] - 16:
-                    for rows, planes, split in of_block[lanes_w]:
+                    for rows, planes, split in of_block:
                         yield lanes_w, cells, rows, phases, planes, channels_out, split
 
     def fitting(self, shape: _Shape) -> Tile | None:
         """The tile of a shape with as many input channels at a time as fit, at most 16; None if not even one fits."""
         lanes_w, cells, rows, phases, planes, channels_out, split = shape
-        channels_in = min(self.channels_in, 16)
+        channels_in = min(self.in_channels, 16)
         while channels_in > 0:
             tile = Tile(False, lanes_w, cells, rows, phases, planes, channels_in, channels_out, split)
             if self.shared_bytes(tile) <= SHARED_BYTES:
@@ -236,11 +234,15 @@ class _Layer:
 
     def blocks(self, tile: Tile) -> int:
         spatial = -(-self.cells_h // (tile.rows * tile.turns)) * -(-self.cells_w // (tile.lanes_w * tile.cells))
-        return spatial * -(-self.planes // tile.planes) * -(-self.channels_out // tile.channels_out)
+        return spatial * -(-self.planes // tile.planes) * -(-self.out_channels // tile.channels_out)
 
     def staged_elements(self, tile: Tile) -> Pair:
         """Elements of the patch, with its padding, and of the weights, in quads; see csrc/direct/forward.cu."""
-        pitch = _pitch(tile.lanes_w, tile.cells, self.halo_w, self.sum_bytes)
+        vector = min(tile.cells, 16 // self.sum_bytes)
+        banks, windows, read = tile.cells // vector, -(-(tile.cells + self.halo_w) // vector), tile.lanes_w * vector
+        pitch = banks * (tile.lanes_w + (windows - 1) // banks) * vector
+        if read * self.sum_bytes < 128:
+            pitch += (read - pitch) % (2 * read)
         kernel_h, kernel_w = self.problem.kernel_size
         planes, quads = tile.planes * tile.channels_in, -(-kernel_w * tile.channels_out // 4)
         return planes * (tile.rows + self.halo_h) * pitch, planes * kernel_h * quads * 4
@@ -278,7 +280,7 @@ class _Layer:
         # Instructions of a thread, and its cycles of shared memory.
         threads, (kernel_h, kernel_w) = tile.threads, self.problem.kernel_size
         passes = -(-self.tap_phases_h // tile.phases)
-        tap_rows = passes * -(-kernel_h // self.tap_phases_h) * -(-self.channels_in // tile.split)
+        tap_rows = passes * -(-kernel_h // self.tap_phases_h) * -(-self.in_channels // tile.split)
         quads = -(-kernel_w * tile.channels_out // 4)
         vector = min(tile.cells, 16 // self.sum_bytes)
         windows = -(-(tile.cells + self.halo_w) // vector)
@@ -294,7 +296,7 @@ class _Layer:
             instructions += _COST.pixel_instructions * pixels * tile.channels_out
             wavefronts += tap_rows * quads * double + _COST.piece_wavefronts * 32 * pieces
         # Staging adds to both.
-        stages, (patch, weights) = passes * -(-self.channels_in // tile.channels_in), self.staged_elements(tile)
+        stages, (patch, weights) = passes * -(-self.in_channels // tile.channels_in), self.staged_elements(tile)
         staged = stages * _COST.staged_instructions * patch / threads
         instructions += staged
         wavefronts += _COST.staged_wavefronts * staged
@@ -316,7 +318,7 @@ class _Layer:
         stored = tile.planes * tile.channels_out * tile.rows * self.problem.stride[0] * run
         moved = stored * self.item_bytes / (_COST.bytes_a_cycle * self.spec.bytes_ratio)
         if self.channels_last:  # sectors of which a block stores a part cost more; rows of bias alone are whole pixels
-            neighbours = tile.planes if tile.channels_out == self.channels_out else 1
+            neighbours = tile.planes if tile.channels_out == self.out_channels else 1
             parts = neighbours * tile.channels_out * self.item_bytes % 32 > 0
             apart = _COST.parts_apart_bytes if parts else _COST.apart_bytes
             apart *= self.tap_phases_h / self.problem.stride[0]
@@ -335,29 +337,18 @@ class _Cost(NamedTuple):
     moved: float  # cycles in which memory writes the outputs of a block
 
 
-@functools.lru_cache(maxsize=1024)
-def _pitch(lanes_w: int, cells: int, halo_w: int, sum_bytes: int) -> int:
-    """Elements of a row of a patch, with its padding."""
-    vector = min(cells, 16 // sum_bytes)
-    banks, windows, read = cells // vector, -(-(cells + halo_w) // vector), lanes_w * vector
-    pitch = banks * (lanes_w + (windows - 1) // banks) * vector
-    return pitch + ((read - pitch) % (2 * read) if read * sum_bytes < 128 else 0)
-
-
 def forward_macros(layer: _Layer, tile: Tile) -> Macros:
     """Macros that specialise csrc/direct/forward.cu."""
     p, itemsize = layer.problem, layer.item_bytes
     if layer.channels_last:
-        vector = math.gcd(16 // itemsize, tile.channels_out, layer.channels_out)
+        vector = math.gcd(16 // itemsize, tile.channels_out, layer.out_channels)
     else:
         vector = math.gcd(16 // itemsize, tile.cells * p.stride[1], p.output_size[1])
-    in_elements = p.in_pixels * max(p.in_channels, tile.planes * layer.channels_in)
-    out_elements = p.out_pixels * max(p.out_channels, tile.planes * layer.channels_out)
+    in_elements = p.in_pixels * max(p.in_channels, tile.planes * layer.in_channels)
+    out_elements = p.out_pixels * max(p.out_channels, tile.planes * layer.out_channels)
     return {
         "ELEMENT_T": ELEMENT_TYPES[layer.dtype],
-        "IN_CHANNELS": layer.channels_in,
-        "OUT_CHANNELS": layer.channels_out,
-        "CHANNELS_LAST": int(layer.channels_last),
+        **named_macros(layer, "in_channels out_channels channels_last"),
         **named_macros(tile, "depthwise lanes_w cells"),
         "TILE_H": tile.rows,
         "TILE_PHASES": tile.phases,
@@ -368,7 +359,7 @@ def forward_macros(layer: _Layer, tile: Tile) -> Macros:
         "ROWS": tile.rows_each,
         "PLANE_VECTOR": tile.planes_each,
         "LOOPED": int(tile.looped),
-        "LOAD_VECTOR": math.gcd(16 // itemsize, tile.channels_in, layer.channels_in),
+        "LOAD_VECTOR": math.gcd(16 // itemsize, tile.channels_in, layer.in_channels),
         "VECTOR": vector,
         "LEAST_BLOCKS": layer.least_blocks(tile),
         "SHARED_BYTES": -(-layer.shared_bytes(tile) // 512) * 512,

@@ -211,9 +211,8 @@ class Tile:
         its own loads and stores.
         """
         alone, busy, moved = self._costs
-        tiles = (
-            problem.batch * math.prod(covering(cells_of(problem), self.size)) * self.sets / self.spec.multiprocessors
-        )
+        image_tiles = math.prod(covering(cells_of(problem), self.size))
+        tiles = problem.batch * image_tiles * self.sets / self.spec.multiprocessors
         rounds = max(1.0, tiles / self.blocks_resident)
         alone *= math.ceil(rounds) if rounds < 4 else rounds
         busy, moved = busy * tiles, moved * tiles
@@ -367,7 +366,6 @@ def forward_macros(tile: Tile, dtype: torch.dtype) -> Macros:
         "ELEMENT_T": ELEMENT_TYPES[dtype],
         "IN_CHANNELS": p.gemm_k,
         "OUT_CHANNELS": p.group_out_channels,
-        "CHANNELS_LAST": int(tile.channels_last),
         "FIRST_H": first_h,
         "FIRST_W": first_w,
         "HALO_H": last_h - first_h,
@@ -375,9 +373,8 @@ def forward_macros(tile: Tile, dtype: torch.dtype) -> Macros:
         **named_macros(tile, "words pixel_pitch row_phases channels groups n_tiles warps_m warps_n"),
         "TILE_H": tile.size[0],
         "TILE_W": tile.size[1],
-        **named_macros(tile, "vector copied unrolled pixels lead"),
+        **named_macros(tile, "channels_last vector copied unrolled pixels lead shared_bytes"),
         "MIN_BLOCKS": tile.blocks_resident,
-        "SHARED_BYTES": tile.shared_bytes,
         "SHIFT_BASE": _SHIFT_BASE,
         "USED_TILES": sum(1 << m for m in tile.used_tiles),
         "STEPS": len(steps),

@@ -211,16 +211,15 @@ class DirectGradsMma(DirectKernel):
         return seconds + gradients_transpose_seconds(config)
 
     def workspace_bytes(self, config: Config, direction: Pass, tile: Tile) -> int:
-        return partial_bytes(config, tile.slices(config.workspace_limit))
+        slices = tile.slices(config.workspace_limit)
+        return slices * partial_bytes(config) if slices > 1 else 0
 
     def program(self, config: Config, direction: Pass, tile: Tile) -> Program:
         p, slices = config.problem, tile.slices(config.workspace_limit)
         macros: Macros = {
-            **named_macros(tile, "rows row_warps column_warps ci_warps"),
+            **named_macros(tile, "rows row_warps column_warps ci_warps shared_bytes batch"),
             "MIN_BLOCKS": tile.resident,
-            "SHARED_BYTES": tile.shared_bytes,
             "VECTOR": tile.patch.vector,
-            "BATCH": tile.batch,
             **problem_macros(p, config.dtype),
         }
         params: Params = {

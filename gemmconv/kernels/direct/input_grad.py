@@ -16,7 +16,7 @@ from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.direct import patch as staging
 from gemmconv.kernels.direct.forward import DirectKernel, seconds_of_parts
 from gemmconv.kernels.direct.patch import Patch, Tile
-from gemmconv.kernels.integers import even_share, power_of_two, power_of_two_within, up_to_multiple
+from gemmconv.kernels.integers import covering, even_share, power_of_two, power_of_two_within, up_to_multiple
 from gemmconv.kernels.layout.transpose import transpose_seconds
 from gemmconv.kernels.macros import Macros, named_macros
 from gemmconv.kernels.program import (
@@ -88,8 +88,7 @@ class InputGradTile(Tile):
         """Blocks over channels and tiles, blocks over planes, tiles across an image."""
         problem = self.problem
         channel_blocks = -(-problem.gemm_k // (self.channels * self.channel_threads))
-        tiles_h = -(-problem.input_size[0] // (self.rows * self.row_threads))
-        tiles_w = -(-problem.input_size[1] // self.column_threads)
+        tiles_h, tiles_w = covering(problem.input_size, self.patch.tile)
         return channel_blocks * tiles_h * tiles_w, -(-problem.batch * problem.groups // self.planes), tiles_w
 
 

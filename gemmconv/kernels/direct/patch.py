@@ -19,8 +19,8 @@ from gemmconv.kernels.base import Config, Pass
 from gemmconv.kernels.integers import even_share, power_of_two_within, up_to_multiple
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros
 from gemmconv.kernels.menu import SHORT
-from gemmconv.kernels.program import Launch, Operand, Program, clearing, grad_input_of, grad_weight_of
-from gemmconv.kernels.splits.reduce import with_partials
+from gemmconv.kernels.program import Launch, Operand, Program, Step, clearing, grad_input_of, grad_weight_of
+from gemmconv.kernels.splits.reduce import partial_bytes, sum_partials
 
 STATIC_SHARED = 48 << 10  # bytes of shared memory that a kernel has without asking
 SHARED = 24 << 10  # bytes that leave room for several blocks on a multiprocessor
@@ -137,13 +137,18 @@ def problem_macros(problem: Problem, dtype: torch.dtype) -> Macros:
 
 def gradients_program(config: Config, slices: int, vector: int, main: Launch, direction: Pass) -> Program:
     """The program of a launch that computes the weight's gradient in NCHW, or both; ``vector``: elements of a load."""
-    nchw, grad_weight = torch.contiguous_format, grad_weight_of(config.problem)
-    operands = Operand("grad_output", nchw, vector * config.dtype.itemsize), Operand("input", nchw)
-    if not config.problem.batch:  # which both gradients decline
-        return Program(config.dtype, operands, (grad_weight,), (clearing(config, grad_weight),))
-    if direction == "weight_grad":
-        return with_partials(config, slices, operands, (), main)
-    return with_partials(config, slices, (*operands, Operand("weight", None)), (grad_input_of(config, nchw),), main)
+    nchw, outputs = torch.contiguous_format, [grad_weight_of(config.problem)]
+    operands = [Operand("grad_output", nchw, vector * config.dtype.itemsize), Operand("input", nchw)]
+    if direction == "grads":
+        operands.append(Operand("weight", None))
+        outputs.insert(0, grad_input_of(config, nchw))
+    # Without images there is one slice, and no call for both gradients.
+    steps: list[Step] = [main] if config.problem.batch else [clearing(config, outputs[0])]
+    scratch = {}
+    if slices > 1:
+        steps.append(sum_partials(config, slices))
+        scratch["partials"] = slices * partial_bytes(config)
+    return Program(config.dtype, tuple(operands), tuple(outputs), tuple(steps), scratch)
 
 
 def taps_of(problem: Problem, most: int) -> Pair:

@@ -169,7 +169,7 @@ def _slices(config: Config, tile: WeightGradTile) -> int:
     busy = 2 * config.spec.multiprocessors * tile.resident(False) // weight_blocks
     just_busy = -(-2 * config.spec.multiprocessors // weight_blocks)
     exact = -(-tiles * tile.rows * tile.steps // _LONGEST_SUM)
-    fitting = config.workspace_limit // (math.prod(config.problem.weight_shape) * tile.sum_bytes)
+    fitting = config.workspace_limit // partial_bytes(config)
     return max(1, min(max(exact, min(busy, max(just_busy, tiles // 4))), tiles, fitting, MAX_GRID_Y))
 
 
@@ -222,7 +222,8 @@ class DirectWeightGrad(DirectKernel):
         return (seconds + products + stored) / slowest_elsewhere(config) + gradients_transpose_seconds(config)
 
     def workspace_bytes(self, config: Config, direction: Pass, tile: WeightGradTile) -> int:
-        return partial_bytes(config, _slices(config, tile))
+        slices = _slices(config, tile)
+        return slices * partial_bytes(config) if slices > 1 else 0
 
     def program(self, config: Config, direction: Pass, tile: WeightGradTile) -> Program:
         p, both = config.problem, direction == "grads"

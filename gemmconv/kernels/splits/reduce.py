@@ -15,7 +15,7 @@ from gemmconv.geometry import Problem
 from gemmconv.kernels.base import Config, accumulator_dtype
 from gemmconv.kernels.integers import power_of_two_within
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros
-from gemmconv.kernels.program import Launch, Long, Operand, Output, Params, Program, Step, grad_weight_of, reciprocal
+from gemmconv.kernels.program import Launch, Long, Operand, Params, Program, Step, grad_weight_of, reciprocal
 
 _SOURCE, _THREADS = "splits/reduce.cu", 256
 # Limits of a block: most sums of one slice, and of several; most bytes of shared memory for them; least columns. The
@@ -26,10 +26,9 @@ _PIECE_BYTES = 16
 _MANY, _LONG_RUN = 1 << 14, 128  # elements whose sums are read in pieces, and the columns of a block then
 
 
-def partial_bytes(config: Config, slices: int) -> int:
-    """Bytes of the partial sums of a weight gradient; 0 for a single slice."""
-    weight_bytes = math.prod(config.problem.weight_shape) * accumulator_dtype(config.dtype).itemsize
-    return slices * weight_bytes if slices > 1 else 0
+def partial_bytes(config: Config) -> int:
+    """Bytes of the partial sums of one slice of a weight gradient."""
+    return math.prod(config.problem.weight_shape) * accumulator_dtype(config.dtype).itemsize
 
 
 def sum_partials(config: Config, slices: int) -> Launch:
@@ -67,17 +66,6 @@ def in_channels_last(step: Step, itemsize: int) -> Launch | None:
 def result_params(slices: int) -> Params:
     """The pointers of a gradient kernel's outputs: ``partials`` for several slices, ``grad_weight`` for one."""
     return {"partials, grad_weight": ("partials", None) if slices > 1 else (None, "grad_weight")}
-
-
-def with_partials(
-    config: Config, slices: int, operands: tuple[Operand, ...], outputs: tuple[Output, ...], main: Launch
-) -> Program:
-    """A program whose last output is the weight gradient: ``main`` writes it, or ``partials`` that are added up."""
-    outputs = (*outputs, grad_weight_of(config.problem))
-    if slices == 1:
-        return Program(config.dtype, operands, outputs, (main,))
-    steps, scratch = (main, sum_partials(config, slices)), {"partials": partial_bytes(config, slices)}
-    return Program(config.dtype, operands, outputs, steps, scratch)
 
 
 # From here on partial sums are [slices, groups, taps, C_in, C_out], with one slice or several.
