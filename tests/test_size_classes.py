@@ -178,6 +178,23 @@ def test_representatives_of_nothing_and_of_the_cpu():
     assert representatives_of(layer, device="cpu") == []
 
 
+# Kernel, padding and dilation of layers whose padding takes away more outputs than the kernel adds.
+CROPPED = [((2, 7), (1, 0), (1, 2)), ((2, 3), (1, 1), (1, 1)), ((4, 4), (1, 26), (2, 3)), ((3, 3), (30, 30), (1, 1))]
+
+
+@pytest.mark.parametrize("direction", PASSES)
+@pytest.mark.parametrize(("kernel", "padding", "dilation"), CROPPED)
+def test_layers_that_padding_crops_are_chosen_for(kernel, padding, dilation, direction):
+    for size in ((33, 8), (300, 512), (64, 64)):
+        problem = Problem(2, 1, 4, 1, size, kernel, (1, 1), padding, (0, 0), dilation)
+        if min(problem.output_size) < 1:
+            continue
+        for dtype, memory_format in itertools.product((torch.float32, torch.float16), FORMATS.values()):
+            config = Config(problem, dtype, torch.device("cuda", 0), memory_format=memory_format, spec=MEASURED)
+            assert min(extent for one in representatives(config) for extent in one.problem.output_size) > 0
+            assert taken(config, direction)[0]
+
+
 @pytest.mark.parametrize(("batch", "size"), [(1, (1, 1)), (1, (1, 6)), (1, (5, 1)), (64, (1, 1))], ids=str)
 def test_representatives_of_one_pixel_have_one(batch, size):
     for one in representatives_of(Problem(batch, 8, 8, 1, size, (3, 3), (2, 2))):

@@ -27,10 +27,16 @@ def samples(problem: Problem, pixels: int = 1) -> tuple[Problem, ...]:
     [(1, 367), (1, 1927), (1, 799)]
     >>> {one.input_size for one in samples(Problem(3, 8, 8, 1, (4, 5), (3, 3)), 8)}
     {(4, 5)}
+    >>> [one.output_size for one in samples(Problem(1, 8, 8, 1, (99, 99), (3, 3), padding=(30, 0)))][:2]
+    [(20, 20), (48, 42)]
     """
     (height, width), problems = problem.input_size, dict[Problem, None]()
     short_h, short_w, beyond = height < SHORT, width < SHORT, width % pixels
+    # Where padding takes away more outputs than the kernel adds, images are larger by as many inputs as that takes.
+    window = zip(problem.kernel_size, problem.stride, problem.padding, problem.dilation, strict=True)
+    cropped_h, cropped_w = (max(0, -((apart * (kernel - 1) - 2 * pad) // step)) for kernel, step, pad, apart in window)
     for batch, rows, columns in _SIZES:
+        rows, columns = rows + cropped_h, columns + cropped_w
         area = rows * columns
         rows, columns = area if short_w else rows, up_to_multiple(area if short_h else columns, pixels) + beyond
         size = height if short_h else rows, width if short_w else columns

@@ -76,7 +76,8 @@ def _sizes(problem: Problem, elements: int, total: int) -> Iterator[Pair]:
         if height >= _SHORT:  # no more than one image
             most = min(most, max(_SHORT, total // new_width))
         for new_height in range(most, max(0, most - _BLOCK), -1):
-            if width % elements or _in_blocks(problem, new_height, new_width) == of_planes:
+            has_outputs = min(_output(problem, 0, new_height), _output(problem, 1, new_width)) > 0
+            if has_outputs and (width % elements or _in_blocks(problem, new_height, new_width) == of_planes):
                 yield new_height, new_width
 
 
