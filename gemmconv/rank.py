@@ -243,7 +243,8 @@ def image_problems(problem: Problem) -> list[Problem]:
         count, size = (1, (size[0] * depth, size[1])) if p.is_apart_along(1) else (depth, size)
         return [Problem(p.batch * count, p.in_channels, p.out_channels * p.stride[0], p.groups, size, *planar)]
     phases = ((p.batch * count, p.in_channels * len(taps)) for _, count, taps in _depth_phases(p) if taps)
-    return [Problem(*of_phase, p.out_channels, p.groups, size, *planar) for of_phase in dict.fromkeys(phases)]
+    found = dict.fromkeys(phases) or [(0, p.in_channels)]  # no image where no tap reaches an output slice
+    return [Problem(*of_phase, p.out_channels, p.groups, size, *planar) for of_phase in found]
 
 
 def _depth_phases(problem: Problem) -> list[tuple[int, int, list[tuple[int, int]]]]:

@@ -33,6 +33,15 @@ def test_signals_and_volumes_are_explained_by_their_images():
     assert gemmconv.explain(limited, (1, 64, 8, 9, 10), gpu="H200", precision="tf32").volume.workspace_limit == 1000
 
 
+@pytest.mark.parametrize("gpu", ["H100", "A100"])
+def test_a_volume_whose_outputs_are_all_bias_is_explained(gpu):
+    layer = nn.ConvTranspose3d(2, 6, (1, 3, 1), (2, 1, 3), (1, 2, 0))  # the one output slice is reached by no tap
+    found = gemmconv.explain(layer, (2, 2, 2, 9, 5), gpu=gpu)
+    assert found.calls[0].config.problem.batch == 0
+    assert str(found)
+    assert str(gemmconv.explain(nn.Sequential(layer), torch.zeros(2, 2, 2, 9, 5), gpu=gpu))
+
+
 def test_a_model_is_explained_by_a_table():
     model = nn.Sequential(nn.ConvTranspose2d(8, 4, 2, 2), nn.BatchNorm2d(4), nn.ConvTranspose2d(4, 2, 2, 2))
     before = {name: one.clone() for name, one in model.state_dict().items()}
