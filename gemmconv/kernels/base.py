@@ -96,8 +96,9 @@ class Kernel(ABC):
     A tile is a frozen record of what a kernel is compiled for: the work of a thread block, stages, threads.
 
     A new kernel defines ``name``, ``serves``, :meth:`tiles`, :meth:`seconds` and :meth:`program`; one on a CPU, which
-    has no program, :meth:`prepare` instead. All else has a default. gemmconv/kernels/conv/gemm_mma.py is one to read
-    first. To choose among kernels, a pass asks each in this order:
+    has no program, :meth:`prepare` instead. All else has a default. Its algorithm lists it in ``kernels``:
+    gemmconv/algorithms/fused.py is an example. gemmconv/kernels/conv/gemm_mma.py is a kernel to read first. To choose
+    among kernels, a pass asks each in this order:
 
         why_not                          None if the kernel can compute the pass, else the reason
           why_not_device_or_dtype          the GPU, software of this machine, what else does not depend on sizes
@@ -181,7 +182,8 @@ class Kernel(ABC):
         device, spec = config.device, config.spec
         if device.type != self.device_type:
             return f"the device must be {self.device_type}, got {device.type}"
-        # A kernel without features needs capability 8.0; a kernel with features needs a GPU that has them: see below.
+        # A kernel without features needs capability 8.0, and software. One with features needs the software, and below
+        # a GPU that has them.
         reason = missing_software(device) if self.features else why_no_kernels(device, spec)
         if reason is not None:
             return reason
@@ -234,6 +236,7 @@ def tile_fields(tile: Any) -> dict[str, Any]:
     """The fields by which tiles of one kernel, pass and device differ; pairs and nested tiles as text."""
     if not dataclasses.is_dataclass(tile):
         return {}
+    # Fields that are the same for all tiles of a pass on a device; a kernel's own field of that kind belongs here too.
     of_pass = ("problem", "multiprocessors", "spec", "direction", "itemsize", "compiled")
     found = {}
     for name in (field.name for field in dataclasses.fields(tile) if field.name not in of_pass):
