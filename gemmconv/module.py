@@ -111,8 +111,8 @@ class Layer(nn.Module):
             ValueError: an output_size that would need an output_padding of the stride or more.
         """
         compiling = torch.compiler.is_compiling()
-        # find_call finds nothing inside a mode (torch.overrides.TorchFunctionMode). The mode of ``gemmconv.patched`` has
-        # no effect on our layers, so the call is made again with modes switched off, where the cache may serve it.
+        # find_call finds nothing inside a mode (torch.overrides.TorchFunctionMode). That of ``gemmconv.patched`` has no
+        # effect on our layers, so the call is made again with modes switched off, where the cache may serve it.
         if not compiling and function_mode_count() and only_patched():
             with torch._C.DisableTorchFunction():
                 return self.forward(input, output_size)
