@@ -1,4 +1,4 @@
-"""The functional interface: torch.nn.functional's names, order and defaults.
+"""The functional interface: torch.nn.functional's names, order and defaults. Other ranks are in gemmconv/rank.py.
 
 All tensors of a call may be arrays of one library that speaks DLPack, such as NumPy or CuPy; then so is the result.
 For tensor subclasses gemmconv/arrays.py follows the protocol of torch's own functions, torch.overrides.
@@ -117,8 +117,11 @@ def conv_transpose2d(
         return torch.conv_transpose2d(input, weight, bias, *geometry)
     # is_left_to_torch may raise an error, if shapes do not fit together. Without a key find_or_make caches nothing.
     if is_eager and (input.is_cuda or input.is_cpu) and ops.is_left_to_torch(input, weight, bias, arguments):  # 3
-        call = call_cache.find_or_make(key, lambda: lambda *tensors: torch.conv_transpose2d(*tensors, *geometry))
-        return call(input, weight, bias)
+
+        def torchs_call(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            return torch.conv_transpose2d(input, weight, bias, *geometry)
+
+        return call_cache.find_or_make(key, lambda: torchs_call)(input, weight, bias)
     # 4. Calls on other tensors, in torch.compile and in modes have no key. prepare returns None for a negated view.
     if key is not None:
         call = call_cache.find_or_make(key, lambda: plain.prepare(input, weight, bias, arguments))

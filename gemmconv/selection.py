@@ -8,9 +8,14 @@
     CPU         _order_on_cpu             a rule that was fitted to measured rows
     CPU, no C   preference, at its end    torch's operator
 
-An algorithm that is named computes all passes that it can; a gradient that it cannot compute goes to gemm_col2im. Named
-or not, an algorithm computes a gradient only if it passes two checks: ``why_not(config, direction)``, for the gradient,
-and ``why_not(config)``, for the forward pass, so that it serves the same layers whichever pass is asked for.
+An algorithm that is named computes a pass as follows. ``why_not(config, direction)`` says why it cannot compute a pass,
+and ``why_not(config)`` why not the forward pass:
+
+    it cannot compute the layer's forward pass    an error, for gradients too: it serves a layer or it does not
+    it cannot compute this gradient               gemm_col2im computes it
+    it can compute both                           it does
+
+``auto`` takes an algorithm for a gradient only if that can compute the forward pass too.
 """
 
 from __future__ import annotations

@@ -56,8 +56,7 @@
 // Lines of a fold; folds of a line block; floats of a fold's columns. In the example 48, 3 and 48 * 132.
 constexpr int kFoldLines = FOLD_OUTS * kTaps, kFolds = LINES / kFoldLines, kFoldFloats = kFoldLines * FOLD_PITCH;
 // Chunks that multiply takes before its loop, which takes two at a time: 1 if their number is odd. With two position
-// blocks the loop takes one at a time. CHUNK_CLASS is 1 for one chunk, 2 for an even number, 3 for three, five and so
-// on; the table at multiply, in pixels_on_m.cuh, has all cases.
+// blocks the loop takes one at a time. multiply asserts that this is right; its table has all cases.
 constexpr int kPeeled = POSITION_BLOCKS == 1 ? CHUNK_CLASS % 2 : 0;
 static_assert(kFoldLines % 8 == 0 && LINES % kFoldLines == 0, "a fold has whole groups of 8 lines, as wgmma has them");
 static_assert(FOLD_PITCH % 8 == 4 && kPositions <= FOLD_PITCH, "half a warp writes columns to different banks");
@@ -105,7 +104,7 @@ __device__ __forceinline__ cell_place_t cell_of(const pixels_on_m_params& p, con
         const int before = nth * (p.in_h * p.in_w);  // positions of the item's images before the nth
         return {item.position + before < p.positions, item.image + nth, row, column, before + row * p.in_w + column};
     } else {
-        const int column = item.position + p.left + i;  // item.position is below 0 in an image's first window
+        const int column = item.position + p.left + i;  // the window's number * p.step + i
         return {column < image.cells_w(), item.image, 0, column, p.left + i};
     }
 }
@@ -179,7 +178,8 @@ __device__ __forceinline__ void consume(const pixels_on_m_params& p, int warp) {
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
 sm90_gemm_fold_pixels_kernel(const __grid_constant__ pixels_on_m_params p) {
-    // A thread of the two consumer warpgroups gets 208 registers (for 72 sums in the example, inputs of two chunks, and
-    // its cells), one of the producer warpgroup 88. All begin with 168: 2 * 208 + 88 = 3 * 168.
+    // A thread of the two consumer warpgroups gets 208 registers (for 72 sums in the example, at most 128, inputs of two
+    // chunks, and its cells), one of the producer warpgroup 88. All begin with 168: 2 * 208 + 88 = 3 * 168. A test
+    // compiles what layers take, and fails where anything spills: `pytest tests/test_runtime.py -k without_spills`.
     run<208, 88>(p, [&](int warp) { consume(p, warp); });
 }

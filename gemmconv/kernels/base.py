@@ -106,6 +106,9 @@ class Kernel(ABC):
         tile                             its best tile, by ``seconds``
         expected                         seconds by which kernels are compared; the least gives its ``program``
 
+    On a GPU these are asked for the sizes that represent a size class (size_class.py), and ``fitted`` then gives the
+    tile for the sizes at hand: see ``_fitted`` in gemmconv/algorithms/base.py.
+
     Attributes:
         name: its folder and file under csrc/, without the ending.
         device_type: ``"cuda"`` or ``"cpu"``.

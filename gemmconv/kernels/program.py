@@ -284,9 +284,11 @@ def concatenate(earlier: Program, later: Program, arguments: Sequence[str]) -> P
     once. The outputs of both must have different names. The workspace of ``earlier`` shares memory with the outputs of
     ``later``: see gemmconv/kernels/bind.py.
 
-    An example: the earlier one gathers from "input", its name for the argument grad_output, into "output". The later
-    one reads "grad_output" and "input", both by their own names. Both need grad_output in NCHW. So the later one's
-    steps now read "input" where they read "grad_output", and "input_2" where they read "input".
+    An example, in which both need grad_output in NCHW. The steps of ``later`` are renamed:
+
+        argument       in earlier    in later         in both
+        grad_output    "input"       "grad_output"    "input"
+        input          -             "input"          "input_2"
     """
     operands = {(one.given_as, one.form, one.row_padding): one for one in earlier.operands}
     names: dict[str, str] = {}

@@ -10,20 +10,24 @@ The first call of a signature goes through these stages; here ``[8, 64, 32, 32]`
     Program          weights/pack.cu, then the kernel       its launches as plain data: pass_programs.py
     prepared call    call(input, weight, None)              launches them on tensors of these strides: kernels/bind.py
 
-Who calls whom, the first time. An eager call bypasses the dispatcher; others reach ``_compute``:
+Who calls whom, the first time. An eager call bypasses the dispatcher; others reach ``_compute``. ``>`` is this file:
 
-    plain.prepare                         a call that has a signature; layers and functional.py ask for it
-      recording.prepare_with_autograd     adds the autograd node, whose backward pass is prepared here too
-        prepare_call                      here; also from _compute, the body of every operator
-          configs.choose_algorithm        checks arguments, makes the Config, asks selection.py (for two: pairs.py)
-          forward.prepare_forward         the Program, bound to the device; gradients.py has the same for gradients
+      plain.prepare                         a call that has a signature; layers and functional.py ask for it
+        recording.prepare_with_autograd     adds the autograd node, whose backward pass is prepared here too
+    >     prepare_call                      looks in the cache; also from _compute, the body of every operator
+    >       _prepare_or_fall_back           torch's operator where kernels of "auto" do not compile
+    >         _choose_and_prepare
+                configs.choose_algorithm    checks arguments, makes the Config, asks selection.py (for two: pairs.py)
+                forward.prepare_forward     the Program, bound to the device; gradients.py has the same for gradients
 
 On a CPU and for torch's operator there is no program: the algorithm prepares the call itself. Layers on volumes have
 operators of their own, in volumes.py.
 
 To save launches some prepared calls take and return other tensors than the operator does: under autocast one takes the
 float32 weight, and casts it; one for both gradients returns the bias's too. A :class:`gemmconv.ops.configs.Convention`
-says which, field by field, and only forward.py and gradients.py act by it.
+says which: strides of the weight's gradient, whether the bias's gradient is among the results, the dtype of weight and
+bias, whether their casts are returned, whether the weight will change, whether tensors are signals. This file passes it
+on; only forward.py and gradients.py act by it.
 """
 
 from __future__ import annotations
@@ -73,8 +77,8 @@ def prepare_call(
     Args:
         tensors: the operator's tensors, all of one dtype. If the call will cast float32 weight and bias itself, pass
             stand-ins with the cast dtype.
-        target_size: ``(height, width)`` of what a single gradient is computed for, since that tensor is not passed: the
-            size of the input, or of the kernel. None for other passes.
+        target_size: for ``"input_grad"`` height and width of the input, for ``"weight_grad"`` those of the kernel: the
+            tensor whose gradient is computed is not passed. None for other passes.
         arguments: the operator's other arguments, from the stride on; trailing defaults may be left out.
         convention: what the call takes and returns; None for what the operator takes and returns.
 

@@ -18,11 +18,12 @@ An example is a layer of 64 to 32 channels in an epoch of 1,000 images of 8 x 8,
 
 All of these ask ``find_call`` first. Where it finds nothing,
 
-    a layer of images or volumes (module.py)            calls the functional form, which comes next
+    a layer of images (module.py)                       calls conv_transpose2d
     conv_transpose2d, a compiled graph (compiled.py)    prepares the call by ``prepare``
     a layer of signals                                  prepares it by ``prepare_signal``
     conv_transpose1d (rank.py)                          calls conv_transpose2d on images
-    conv_transpose3d                                    prepares it by its own rules (rank.py, volumes.py)
+    a layer of volumes                                  calls conv_transpose3d
+    conv_transpose3d (rank.py)                          prepares it by rules of its own (volumes.py)
 
 A call goes to the dispatcher if it has no signature, or is not prepared: in a mode, transform or profiler, which act in
 the dispatcher, and on tensors that are not dense (:mod:`gemmconv.dispatch`).
@@ -61,8 +62,8 @@ def find_call(input: Tensor, weight: Tensor, bias: Tensor | None, arguments_key:
 def prepare(input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Arguments) -> Call | None:
     """Prepare the call on tensors like these. Returns None if torch's dispatcher has to serve it.
 
-    The caller has asked :func:`is_left_to_torch` before, and it was False. torch's operator serves other calls, with
-    their gradients.
+    The caller has asked :func:`is_left_to_torch` before, and it was False. Where it is True, a call of torch's operator
+    does the same in less host time, with torch's own gradients.
 
     Args:
         input, weight, bias: the input may be without a batch.

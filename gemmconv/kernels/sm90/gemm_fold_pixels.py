@@ -69,6 +69,7 @@ _MOST_HALO = 32  # inputs of a window that its neighbours have too
 class Tile(PositionRows):
     """The work of a thread block of csrc/sm90/gemm_fold_pixels.cu. Words and example are those of the module.
 
+    A tile may run with a kernel that was compiled for another size of the layer: see ``fitted`` below.
     :class:`PositionRows` has the rest. In the example lines=144, sets=4, line_blocks=4, set_line_blocks=1, chunks=2,
     slot_bytes=16,384, stage_bytes=18,432, bias_bytes=288, held=False, ring_sizes=(5, 5), piece=4.
     """
@@ -129,7 +130,8 @@ class Tile(PositionRows):
 
         In the example 128 threads gather all cells, so two groups would fit; but 3 channels cannot be halved: one.
         """
-        return math.gcd(self.fold_outs, power_of_two_within(CONSUMERS, CONSUMERS // self._position_parts))
+        most = CONSUMERS // self._position_parts  # 256 // 128
+        return math.gcd(self.fold_outs, power_of_two_within(most, most))
 
     @property
     def fold_turns(self) -> int:
@@ -155,9 +157,9 @@ class Tile(PositionRows):
         block_outs, unit = self.lines // self.problem.taps, math.lcm(8, self.problem.taps) // self.problem.taps
         wanted = max(_FOLD_LINES // self.problem.taps, CONSUMERS // self._position_parts, unit)
         candidates = [outs for outs in range(unit, block_outs + 1, unit) if block_outs % outs == 0]
-        # Two folds may take 40 KB; with several line blocks (of all sets, so that folds are the same for any number of
-        # sets) up to 72 KB, as far as all inputs of an item and two stages of weights leave it. Whether inputs are
-        # ``held`` is decided later, by the bytes that are taken here.
+        # Two folds may take 40 KB. Where the layer has several line blocks they may take up to 72 KB, as far as all
+        # inputs of an item and two stages of weights leave it. (The number of sets has no part in this: ``fold_outs``
+        # is compiled in, and sets are not.) Whether inputs are ``held`` is decided later, by the bytes taken here.
         most = _COLUMN_BYTES
         if self.line_blocks > 1:
             most = max(most, min(_MOST_COLUMN_BYTES, self.bytes_beside_inputs))
