@@ -1103,7 +1103,7 @@ TILE_PATHS = {
     "wgrad_nhwc": (LINES_RUNS, """
         size[0] > 1; pair_rows; sides[0] > 1; sides[1] > 1; taps_h.sides > 1; taps_w.sides > 1
         taps_h.extra; taps_w.extra; taps_h.boxes > 1; taps_w.boxes > 1; 1 < taps_w.boxes < taps_w.taps
-        size[2] % 8; columns % 64; weight_blocks > 1; warpgroups == 3; products > 1
+        size[2] % 8; columns % 64; weight_blocks > 1; warpgroups == 3; taps_h.own * taps_w.own > 1
     """),
     "gemm_fold_narrow": (FOLD_RUNS, """
         whole; left > 0; strips > 1; segments > 1; split; warpgroups == 2; loaders == 64; stages == 3; boxed

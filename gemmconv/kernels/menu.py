@@ -32,11 +32,12 @@ def samples(problem: Problem, pixels: int = 1) -> tuple[Problem, ...]:
     """
     (height, width), problems = problem.input_size, dict[Problem, None]()
     short_h, short_w, beyond = height < SHORT, width < SHORT, width % pixels
-    # Where padding takes away more outputs than the kernel adds, images are larger by as many inputs as that takes.
+    # Inputs on each axis whose outputs padding takes away, beyond those that the kernel adds.
     window = zip(problem.kernel_size, problem.stride, problem.padding, problem.dilation, strict=True)
     cropped_h, cropped_w = (max(0, -((apart * (kernel - 1) - 2 * pad) // step)) for kernel, step, pad, apart in window)
     for batch, rows, columns in _SIZES:
-        rows, columns = rows + cropped_h, columns + cropped_w
+        if cropped_h >= rows or cropped_w >= columns:  # it would have no outputs
+            rows, columns = rows + cropped_h, columns + cropped_w
         area = rows * columns
         rows, columns = area if short_w else rows, up_to_multiple(area if short_h else columns, pixels) + beyond
         size = height if short_h else rows, width if short_w else columns
