@@ -20,8 +20,7 @@ from gemmconv.kernels.program import TensorMapSpec
 SHARED_BYTES = REFERENCE.shared_bytes  # of a block
 LONGEST_BOX = 256  # elements that a box of a tensor map reaches over, along each axis
 _MOST_STAGES = 8  # of weight gradients
-DEVICE = costs_of("device")
-CLOCK_RATE = DEVICE.busy_clock  # cycles a second, where tensor cores are busy
+CLOCK_RATE = costs_of("device").busy_clock  # cycles a second, where tensor cores are busy
 FAST_CLOCK_RATE = REFERENCE.clock  # where they are not, as estimates of such kernels are fitted
 _FORMATS = {torch.contiguous_format: "NCHW", torch.channels_last: "channels_last"}
 

@@ -24,10 +24,11 @@ from gemmconv.kernels.integers import INT32_MAX, up_to_multiple
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, named_macros
 from gemmconv.kernels.phases import Gathering, Tap, taps_of
 from gemmconv.kernels.program import Launch, Params, Program, gathering, reciprocal
-from gemmconv.kernels.sm90.base import DEVICE, LONGEST_BOX, SHARED_BYTES, Sm90Kernel, image_map
+from gemmconv.kernels.sm90.base import LONGEST_BOX, SHARED_BYTES, Sm90Kernel, image_map
 from gemmconv.kernels.weights import pack
 
 _COST = costs_of("sm90/gemm_fold_rows")
+_DEVICE = costs_of("device")
 _BOX_LINE = 128  # bytes of a line of a box of a tensor map
 _BARRIER_BYTES = 8
 _CARRIED = 8  # columns of the step before
@@ -207,7 +208,7 @@ class RowTile(Gathering):
     @property
     def moved_cycles(self) -> float:
         """Cycles to move the inputs and outputs of a call."""
-        return self.problem.image_bytes(self.itemsize) / DEVICE.rows_memory_rate * DEVICE.clock
+        return self.problem.image_bytes(self.itemsize) / _DEVICE.rows_memory_rate * _DEVICE.clock
 
     @property
     def packing(self) -> Macros:
@@ -420,7 +421,7 @@ class GemmFoldRows(Sm90Kernel):
     directions = ("forward", "input_grad")
     serves = "one group, no stride or dilation, wide rows of whole 16 bytes, few taps across"
     only_in = torch.contiguous_format
-    clock_rate = DEVICE.clock
+    clock_rate = _DEVICE.clock
 
     def tiles(self, config: Config, direction: Pass) -> Iterator[Tile]:
         p, multiprocessors = config.problem, config.spec.multiprocessors

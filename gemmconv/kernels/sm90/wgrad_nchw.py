@@ -21,7 +21,7 @@ from gemmconv.kernels.costs import costs_of, overlapped
 from gemmconv.kernels.integers import INT32_MAX, covering, power_of_two_within, up_to_multiple
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros, named_macros, table
 from gemmconv.kernels.program import Launch, Params, Program, TensorMapSpec
-from gemmconv.kernels.sm90.base import DEVICE, LONGEST_BOX, WeightGradKernel, WeightGradTile, variant_of
+from gemmconv.kernels.sm90.base import LONGEST_BOX, WeightGradKernel, WeightGradTile, variant_of
 from gemmconv.kernels.splits.reduce import fits, wgrad_partial_bytes, wgrad_partial_dtype, wgrad_program
 
 _BLOCK_ROWS = 64
@@ -31,6 +31,7 @@ _BARRIER_BYTES = 24  # of a stage
 _REGISTERS = {1: 248, 2: 248, 3: 170}  # of a thread that multiplies, by warpgroups
 _OTHER_REGISTERS = 40
 _COST = costs_of("sm90/wgrad_nchw")
+_DEVICE = costs_of("device")
 # Sizes that a layer's tiles are chosen for, whatever its own: of few pixels, of many, and of more than this many.
 _FEW, _MANY, _MOST, _MOST_PIXELS = (2, (56, 68)), (8, (128, 252)), (8, (1024, 1000)), 2 << 20
 _SMALL_PIXELS, _LOW = 256, 16  # of images that tiles are chosen for as they are, but for the batch; rows of low ones
@@ -260,7 +261,7 @@ class Tile(WeightGradTile):
         """Seconds from the cycles of a multiprocessor, memory traffic and partial sums."""
         moved, others = self._other_seconds
         partials = 2 * wgrad_partial_bytes(self.problem, self.itemsize, slices, self.most_slices) / _COST.partial_rate
-        return others + overlapped(_COST.overlap_with_memory, cycles / DEVICE.clock, moved) + partials
+        return others + overlapped(_COST.overlap_with_memory, cycles / _DEVICE.clock, moved) + partials
 
     @cached_property
     def _other_seconds(self) -> tuple[float, float]:
@@ -268,7 +269,7 @@ class Tile(WeightGradTile):
         rows_read = min(1, self.problem.kernel_size[0] / self.problem.stride[0])
         pixels = math.prod(self.problem.input_shape) + rows_read * math.prod(self.problem.output_shape)
         padded = _COST.pad_seconds + 2 * self.padded_bytes / _COST.pad_rate if self.padded_bytes else 0
-        return pixels * self.itemsize / DEVICE.weight_grad_memory_rate, _COST.launch_seconds + padded
+        return pixels * self.itemsize / _DEVICE.weight_grad_memory_rate, _COST.launch_seconds + padded
 
 
 def input_width(problem: Problem, itemsize: int) -> int:

@@ -21,7 +21,7 @@ from gemmconv.kernels.integers import INT32_MAX, covering, power_of_two, up_to_m
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros, named_macros
 from gemmconv.kernels.menu import menu_of, samples
 from gemmconv.kernels.program import Launch, Params, Program
-from gemmconv.kernels.sm90.base import DEVICE, LONGEST_BOX, WeightGradKernel, WeightGradTile, image_map
+from gemmconv.kernels.sm90.base import LONGEST_BOX, WeightGradKernel, WeightGradTile, image_map
 from gemmconv.kernels.splits.reduce import fits, wgrad_partial_bytes, wgrad_partial_dtype, wgrad_program
 
 _ATOM = 64  # channels of a line
@@ -36,6 +36,7 @@ _POWERS, _WIDTHS = (1, 2, 4, 8, 16, 32, 64, 128), (8, 16, 32, 64, 128)  # what i
 _MENU = 3  # tiles of a menu
 Size = tuple[int, int, int]  # images, rows and columns of pixels
 _COST = costs_of("sm90/wgrad_nhwc")
+_DEVICE = costs_of("device")
 
 
 @dataclass(frozen=True)
@@ -162,7 +163,7 @@ class Tile(WeightGradTile):
         tiles, blocks, multiprocessors = self.tiles, self.weight_blocks, self.multiprocessors
         if (most := min(limit // (4 * math.prod(self.problem.weight_shape)), tiles)) == 0:
             return math.inf, 0
-        found, tile_seconds = [], self.cycles / DEVICE.clock
+        found, tile_seconds = [], self.cycles / _DEVICE.clock
         for slices in {min(most, max(1, rounds * multiprocessors // blocks)) for rounds in (1, 2, 3)}:
             tiles_in_turn = -(-blocks * slices // multiprocessors) * -(-tiles // slices)
             adding = 2 * wgrad_partial_bytes(self.problem, 2, slices) / _COST.partial_rate
@@ -176,7 +177,7 @@ class Tile(WeightGradTile):
     def seconds(self, limit: int) -> float:
         """Roughly what it takes, with a workspace of at most ``limit`` bytes; infinite where no slice fits."""
         pixels = math.prod(self.problem.input_shape) + math.prod(self.problem.output_shape)
-        moved = 2 * pixels / DEVICE.weight_grad_memory_rate
+        moved = 2 * pixels / _DEVICE.weight_grad_memory_rate
         return _COST.launch_seconds + max(self._sliced(limit)[0], moved)
 
     def at(self, problem: Problem) -> Tile:
