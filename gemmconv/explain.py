@@ -313,8 +313,8 @@ def _of_layer(name: str, layer: Any, input: Tensor | Sequence[int], options: dic
     calls = tuple(explain_problem(one, **given) for one in image_problems(problem))
     config, algorithm = calls[0].config, calls[0].algorithm
     if rank == 3 and given.get("algorithm", "auto") == "auto":
-        given_limit = given.get("workspace_limit")
-        volume = Volume(problem, config.dtype, config.device, config.precision, config.channels_last, given_limit)
+        requested = given.get("workspace_limit"), given.get("precision")
+        volume = Volume(problem, config.dtype, config.device, config.precision, config.channels_last, *requested)
         way, of_volume = choose_way(volume, spec=config.spec), volume.config(config.spec)  # of the named GPU, if any
         if way == "product" and (choice := volumes.choice_of(of_volume)) is not None:
             algorithm = choice.kernel.name if choice.kernel.name in BY_NAME else "fused"

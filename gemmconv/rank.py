@@ -225,7 +225,9 @@ def compute(way: Way, tensors: Tensors, volume: Volume, algorithm: str) -> Tenso
 
 
 def image_problems(problem: Problem) -> list[Problem]:
-    """The problems of images that a signal or a volume is computed as; a problem of images is its own.
+    """The problems of images that a signal or a volume is computed as, the one with the most taps first.
+
+    A problem of images is its own.
 
     >>> volume = Problem(2, 8, 4, 1, (5, 6, 7), (4, 4, 4), (2, 2, 2), (1, 1, 1), (0, 0, 0), (1, 1, 1))
     >>> [one.input_shape for one in image_problems(volume)]
@@ -243,7 +245,8 @@ def image_problems(problem: Problem) -> list[Problem]:
         count, size = (1, (size[0] * depth, size[1])) if p.is_apart_along(1) else (depth, size)
         return [Problem(p.batch * count, p.in_channels, p.out_channels * p.stride[0], p.groups, size, *planar)]
     phases = ((p.batch * count, p.in_channels * len(taps)) for _, count, taps in _depth_phases(p) if taps)
-    found = dict.fromkeys(phases) or [(0, p.in_channels)]  # no image where no tap reaches an output slice
+    found = sorted(dict.fromkeys(phases), key=lambda of_phase: -of_phase[1])  # most taps first
+    found = found or [(0, p.in_channels)]  # no image where no tap reaches an output slice
     return [Problem(*of_phase, p.out_channels, p.groups, size, *planar) for of_phase in found]
 
 

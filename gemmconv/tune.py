@@ -79,7 +79,8 @@ def tune(model: nn.Module, *example_inputs: Any, backward: bool = True, path: st
     """
     check_step("tune", model, backward)
     where = tuned.default_path() if path is None else Path(path)
-    if where.exists():  # what tuned.write would raise is raised before anything is measured
+    # What tuned.write would raise is raised before anything is measured.
+    if where.exists():
         tuned.read(where)
     make_writable(where.parent)
     steps = _steps_of(model, example_inputs, backward)

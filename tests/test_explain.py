@@ -33,6 +33,12 @@ def test_signals_and_volumes_are_explained_by_their_images():
     assert gemmconv.explain(limited, (1, 64, 8, 9, 10), gpu="H200", precision="tf32").volume.workspace_limit == 1000
 
 
+def test_a_volume_is_explained_by_its_images_with_the_most_taps():
+    layer = nn.ConvTranspose3d(64, 4, 3, (2, 1, 1), 1, dilation=3)  # of even output slices one tap, of odd ones two
+    calls = gemmconv.explain(layer, (2, 64, 16, 32, 32), gpu="H100").calls
+    assert [one.config.problem.in_channels for one in calls] == [128, 64]
+
+
 @pytest.mark.parametrize("gpu", ["H100", "A100"])
 def test_a_volume_whose_outputs_are_all_bias_is_explained(gpu):
     layer = nn.ConvTranspose3d(2, 6, (1, 3, 1), (2, 1, 3), (1, 2, 0))  # the one output slice is reached by no tap

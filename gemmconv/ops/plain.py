@@ -16,7 +16,7 @@ An example is a layer of 64 to 32 channels in an epoch of 1,000 images of 8 x 8,
     [128, 64, 8, 8], 6 times  call A and signature A calls it
     [104, 64, 8, 8]           None and signature B   prepares call B, adds it, and calls it
 
-All of these ask ``find_call`` first. Where it finds nothing,
+Each of the following asks ``find_call`` first. Where it finds nothing,
 
     a layer of images (module.py)                       calls conv_transpose2d
     conv_transpose2d, a compiled graph (compiled.py)    prepares the call by ``prepare``

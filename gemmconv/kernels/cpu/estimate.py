@@ -32,7 +32,7 @@ _ROWS = Path(__file__).with_name("speedup.json")
 # of 5; gradients of one layer 0.2 and 0.8x).
 _LEAST_TAPS, _MOST_WASTE = 16, 0.5  # taps, and inputs of a row; logarithm to base 2
 _MOST_SUMMED = 64  # input channels for each output channel
-_DENSE = 16  # channels of each side that fill vectors
+_DENSE = 16  # least channels of each side of a dense layer
 MOST_CLASSES = 1024  # product of the strides: a table of taps has all classes of outputs
 CYCLES = 2.5e9  # a second
 _PACK_SECONDS = 1.8e-9  # to pack one weight by one thread (AVX2 and AVX-512, layers of 2 million weights)
@@ -45,8 +45,8 @@ def least_speedup(problem: Problem, dtype: torch.dtype) -> float:
 
     In bfloat16 it errs more, since CPUs of one instruction set differ in what oneDNN has for that type: from 1.3 on 13%
     of the layers that are taken lose in cross-validation, from 1.6 on 9%. It also errs more for dense layers without
-    strides, oneDNN's best case: of 26 passes that were expected at 1.3 to 1.6 times torch's speed 4 lost, and all had
-    1.22 times it (geometric mean).
+    strides, as far as they are not left to torch above: of 26 passes that were expected at 1.3 to 1.6 times torch's
+    speed 4 lost, and together they had 1.22 times that speed (geometric mean).
     """
     is_dense = problem.groups == 1 and min(problem.in_channels, problem.out_channels) >= _DENSE
     return 1.6 if dtype.itemsize == 2 or (is_dense and max(problem.stride) == 1) else 1.3
