@@ -21,7 +21,7 @@ from gemmconv.selection import NAMES
 
 Sizes = int | tuple[int, ...]
 
-_attributes_of = attrgetter(*Options._fields)  # the arguments of a call after its tensors
+_attributes_of = attrgetter(*Options._fields)  # a call's arguments after its tensors: attributes of a layer
 
 
 class Layer(nn.Module):
@@ -112,7 +112,7 @@ class Layer(nn.Module):
         """
         compiling = torch.compiler.is_compiling()
         # find_call finds nothing inside a mode (torch.overrides.TorchFunctionMode). That of ``gemmconv.patched`` has no
-        # effect on our layers, so the call is made again with modes switched off, where the cache may serve it.
+        # effect on our layers, so the call is made again with modes switched off, once, where the cache may serve it.
         if not compiling and function_mode_count() and only_patched():
             with torch._C.DisableTorchFunction():
                 return self.forward(input, output_size)

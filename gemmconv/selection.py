@@ -152,6 +152,8 @@ def preference(config: Config, direction: Direction = "forward") -> Sequence[tup
 def _first_on_other_gpus(config: Config, direction: Direction) -> tuple[Algorithm, str]:
     """The first algorithm on a GPU that is not Hopper: torch's operator, unless another is clearly faster.
 
+    The estimates that ``explain`` prints are those for the GPU itself; those of this function only decide who is first.
+
     Only a Hopper GPU was measured, so both are estimated as if on that one: see :func:`on_measured_gpu`. If ours takes
     40 us there and torch's operator 100, it is assumed to take 0.4 of torch's time here too. :func:`clearly_below` is
     the margin for the error of that: in TF32, say, ours comes first below 0.65 of torch's time.
@@ -169,8 +171,9 @@ def _first_on_other_gpus(config: Config, direction: Direction) -> tuple[Algorith
 def _order_on_cpu(config: Config, direction: Direction, isa: str) -> list[tuple[Algorithm, str]]:
     """The order on a CPU with the C extension, by the rule in :mod:`gemmconv.kernels.cpu.estimate`.
 
-    The order is that of :func:`estimates`, whose time of torch's operator is divided by ``least_speedup``
-    (``native_seconds`` there). So ``fused`` comes first where at least that speedup is expected.
+    The order is that of :func:`estimates`. Its time of torch's operator is divided by ``least_speedup``, in
+    ``native_seconds`` of that module, as if torch were that much faster. So ``fused`` comes first where at least that speedup is
+    expected.
     """
     ratio, threads = estimate.speedup(config, direction), torch.get_num_threads()
     fused = f"expected at {ratio:.2f} times torch's speed with {isa} and {threads} threads" if ratio else "not measured"

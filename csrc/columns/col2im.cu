@@ -79,7 +79,7 @@ __device__ __forceinline__ int first_tap(int padded) {
     if (DILATION % STRIDE == 1 % STRIDE) return padded % STRIDE;  // k*D = k modulo S; 1 % STRIDE is 0 for S = 1
     int tap = KERNEL;
     #pragma unroll (kStep <= 16 ? kStep : 1)
-    for (int k = kStep - 1; k >= 0; --k)
+    for (int k = kStep - 1; k >= 0; --k)  // downwards: the least tap remains
         if ((padded - k * DILATION) % STRIDE == 0) tap = k;
     return tap;
 }
@@ -159,7 +159,8 @@ extern "C" __global__ void __launch_bounds__(256) columns_col2im_kernel(const __
             const int id = dividend_d / STRIDE_D, ih = dividend_h / STRIDE_H;
             const index_t in_row = static_cast<index_t>(id) * p.h_in + ih - p.in_row_begin;
             // The rectangle may reach beyond the launch's last output row, to input rows that these columns lack. So
-            // in_rows bounds what is read. Slices of a volume are adjacent: ih < h_in keeps to this tap's slice.
+            // in_rows bounds what is read. Slices of a volume are adjacent, so ih < h_in keeps to this tap's slice: of
+            // volumes of 8 rows, ih = 8 in slice 0 would read row 0 of slice 1.
             const bool slice_taken = !kIsVolume || (kd < KERNEL_D && dividend_d >= 0 && ih < p.h_in);
             const bool row_taken = slice_taken && kh < KERNEL_H && dividend_h >= 0 && in_row >= 0 && in_row < p.in_rows;
             // Where the row is not taken, the address is computed and never read.

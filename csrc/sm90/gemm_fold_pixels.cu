@@ -71,8 +71,9 @@ constexpr int kKept = FOLD_TURNS <= 2 ? FOLD_TURNS : 1;  // cells that a thread 
 /* For fold_line_block: writes a warp's sums of fold FOLD to columns `to`. Of 16 positions and 8 lines, lane 4g + t has
  * four sums: 0 and 1 are of lines 2t and 2t + 1 at position 2g, 2 and 3 of the same lines at position 2g + 1 (PAIRED in
  * pixels_on_m.cuh). Sums 0 and 2 are neighbours in a line of columns, as are 1 and 3: a lane writes two at once.
- *   fold 1 of the example has sums 24 to 47 of a lane, of 6 x 8 lines. Lane 5 (g = 1, t = 1) of warp 2 writes positions
- *   34 and 35 of lines 2, 3, 10, 11, ...
+ *   A lane has LINES / 2 sums of a position block: 16 positions x LINES lines, over 32 lanes. Fold 1 of the example has
+ *   sums 24 to 47 of a lane, of 6 x 8 lines. Lane 5 (g = 1, t = 1) of warp 2 writes positions 34 and 35 of the fold's
+ *   lines 2, 3, 10, 11, ...
  */
 template <int FOLD>
 __device__ __forceinline__ void write_columns(float* to, const float (&sums)[POSITION_BLOCKS][LINES / 2], int warp) {

@@ -169,7 +169,10 @@ class Kernel(ABC):
         return None
 
     def workspace_bytes(self, config: Config, direction: Pass, tile: Any) -> int:
-        """Bytes of temporary memory that a call takes at most, beside arguments, result and transposed tensors."""
+        """Bytes of temporary memory that a call takes at most, beside arguments, result and transposed tensors.
+
+        Weights that each call packs anew are among them.
+        """
         return 0
 
     def packed_weight_bytes(self, config: Config, direction: Pass) -> int:
@@ -185,8 +188,7 @@ class Kernel(ABC):
         device, spec = config.device, config.spec
         if device.type != self.device_type:
             return f"the device must be {self.device_type}, got {device.type}"
-        # A kernel without features needs capability 8.0, and software. One with features needs the software, and below
-        # a GPU that has them.
+        # Kernels with features skip the check of capability 8.0: the next one is stricter, and its message says more.
         reason = missing_software(device) if self.features else why_no_kernels(device, spec)
         if reason is not None:
             return reason

@@ -281,8 +281,8 @@ def concatenate(earlier: Program, later: Program, arguments: Sequence[str]) -> P
     """One program of the steps of both; it returns the outputs of ``later``, then those of ``earlier``.
 
     Its call takes ``arguments`` in this order. If both programs need one of them in the same form, it is converted
-    once. The outputs of both must have different names. The workspace of ``earlier`` shares memory with the outputs of
-    ``later``: see gemmconv/kernels/bind.py.
+    once. The outputs of both must have different names. Until ``later`` writes its outputs, their memory serves as the
+    workspace of ``earlier``: see ``_laid_out`` in gemmconv/kernels/bind.py.
 
     An example, in which both need grad_output in NCHW. The steps of ``later`` are renamed:
 

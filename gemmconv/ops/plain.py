@@ -120,8 +120,9 @@ def _prepare_under_autocast(tensors: Tensors, arguments: Arguments) -> Call:
     if not casts_parameters(tensors, dtype):
         call = prepare_with_autograd(tuple(map(cast, tensors)), arguments)
         return lambda input, weight, bias: call(cast(input), cast(weight), cast(bias))
-    # Kernels are chosen by dtype, shapes and strides of all tensors after the cast. The kernels will make the casts of
-    # weight and bias, so there are none yet: tensors without data stand in for them. The prepared call keeps no tensor.
+    # Kernels are chosen by dtype, shapes and strides of all tensors after the cast (``after_cast``), and cast from the
+    # dtype of ``parameters``. There are no casts of weight and bias yet: tensors without data stand in for them. The
+    # prepared call keeps no tensor.
     input, *parameters = tensors
     after_cast = cast(input), *(without_data(one, dtype) for one in parameters)
     casting_call = prepare_with_autograd(after_cast, arguments, parameters=tuple(parameters))

@@ -140,7 +140,7 @@ class Tile(PositionRows):
 
     @property
     def _position_parts(self) -> int:
-        """Parts of cells of which there is one cell for each position, gathered in one turn: 128 in the example."""
+        """Threads that one turn needs to gather all parts of a cell for each position: 128 in the example."""
         return self.position_blocks * BLOCK_POSITIONS * self.parts
 
     def _fold_bytes(self, outs: int) -> int:
