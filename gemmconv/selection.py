@@ -173,7 +173,7 @@ def _order_on_cpu(config: Config, direction: Direction, isa: str) -> list[tuple[
 
     The order is that of :func:`estimates`. Its time of torch's operator is divided by ``least_speedup``, in
     ``native_seconds`` of that module, as if torch were that much faster. So ``fused`` comes first where at least that
-    speedup is expected.
+    speedup is expected; where a weight changes between calls, its packing counts against ``fused`` too.
     """
     ratio, threads = estimate.speedup(config, direction), torch.get_num_threads()
     fused = f"expected at {ratio:.2f} times torch's speed with {isa} and {threads} threads" if ratio else "not measured"

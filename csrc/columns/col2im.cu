@@ -17,7 +17,7 @@
  * A thread has a rectangle of outputs, RECT_ROWS x RECT_W. The j-th rectangle of a row begins at output j * RECT_W.
  *   RECT_W = STRIDE_W  One output of each phase. They read inputs near j, so a warp reads neighbouring addresses. The
  *                      taps of the s-th output, and how far from j it reads (its shift), are known when compiling.
- *   RECT_W = 1         For wide strides, whose sums take too many registers. The taps across are found at run time.
+ *   RECT_W = 1         For strides over 16, whose sums take too many registers. The taps across are found at run time.
  * The taps down the rows are always found at run time.
  *
  * Example: a plane of 4 x 4 inputs, S=2 P=1 K=3 D=1 and output_padding 1 on both axes, so 8 x 8 outputs. Rectangles
@@ -36,6 +36,8 @@
  *
  * Macros: COLUMN_T, OUTPUT_T (element types), KERNEL_, STRIDE_, PADDING_, DILATION_ with H and W (and D), RECT_ROWS,
  * RECT_W, INDEX_64. The host side, gemmconv/kernels/columns/col2im.py, sets them, and fills the params in their order.
+ *
+ * To try a change without a GPU, `python -m pytest tests/test_kernels.py -k col2im` runs this file on a CPU.
  */
 #include "ptx/keep.cuh"
 #include "numeric/types.cuh"

@@ -12,7 +12,7 @@ The first call of a signature goes through these stages; here ``[8, 64, 32, 32]`
 
 Who calls whom, the first time. An eager call bypasses the dispatcher; others reach ``_compute``. ``>`` is this file:
 
-      plain.prepare                         a call that has a signature; layers and functional.py ask for it
+      plain.prepare                         a call that has a signature; functional.py asks for it, for layers too
         recording.prepare_with_autograd     adds the autograd node, whose backward pass is prepared here too
     >     prepare_call                      looks in the cache; also from _compute, the body of every operator
     >       _prepare_or_fall_back           torch's operator where kernels of "auto" do not compile
@@ -23,9 +23,14 @@ Who calls whom, the first time. An eager call bypasses the dispatcher; others re
 On a CPU and for torch's operator there is no program: the algorithm prepares the call itself. Layers on volumes have
 operators of their own, in volumes.py.
 
-To save launches some prepared calls take and return other tensors than the operator does: under autocast one takes the
-float32 weight, and casts it; one for both gradients returns the bias's too. A :class:`gemmconv.ops.configs.Convention`
-says which, by six fields that have a table there. This file passes it on; forward.py and gradients.py act by it.
+To save launches some prepared calls take and return other tensors than the operator does. A Convention says which, by
+six fields (configs.py has their table). This file passes it on; forward.py and gradients.py act by it. Two examples, a
+forward pass of a float32 layer under bfloat16 autocast, and a backward pass:
+
+    the operator's own                  call(input bf16, weight bf16, bias bf16) -> output
+    parameter_dtype=torch.float32       call(input bf16, weight float32, bias float32) -> output; its kernels cast
+    the operator's own                  call(grad_output, input, weight) -> grad_input, grad_weight
+    with_bias_grad=True                 call(grad_output, input, weight) -> grad_input, grad_weight, grad_bias
 
 To change something: a new setting of a call is a field of Options (schemas.py) and of Config, and so part of the key.
 ``pytest tests/test_{dispatch,rank,fallback,compiled,autocast}.py`` runs each line of this file and of plain.py, without
@@ -89,7 +94,8 @@ def prepare_call(
     """
     convention = convention or default_convention(direction, tensors)
     # All that the choice and the kernels depend on must be in the key, or a call would be found for another one. The
-    # arguments are bytes, which are made quickly. Symbolic sizes of a traced graph have none: then the values.
+    # arguments are there as bytes, which are made faster than tuples; where sizes of a traced graph are symbols, which
+    # have no bytes, as values.
     given = arguments_key((target_size, arguments)) or (target_size, Options(*as_hashable(arguments)))
     precision = selection.torch_precision(tensors[0].dtype, tensors[0].device)  # the user may change it between calls
     key = (direction, *map(tensor_signature, tensors), given, precision, convention)

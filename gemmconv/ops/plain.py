@@ -19,7 +19,7 @@ An example is a layer of 64 to 32 channels in an epoch of 1,000 images of 8 x 8,
 Each of the following asks ``find_call`` first. Where it finds nothing,
 
     a layer of images (module.py)                       calls conv_transpose2d
-    conv_transpose2d, a compiled graph (compiled.py)    prepares the call by ``prepare``
+    conv_transpose2d, a compiled graph (compiled.py)    prepares it by ``prepare``, unless torch's operator is taken
     a layer of signals                                  prepares it by ``prepare_signal``
     conv_transpose1d (rank.py)                          calls conv_transpose2d on images
     a layer of volumes                                  calls conv_transpose3d
