@@ -111,8 +111,9 @@ class Layer(nn.Module):
             ValueError: an output_size that would need an output_padding of the stride or more.
         """
         compiling = torch.compiler.is_compiling()
-        # find_call finds nothing inside a mode (torch.overrides.TorchFunctionMode). That of ``gemmconv.patched`` has no
-        # effect on our layers, so the call is made again with modes switched off, once, where the cache may serve it.
+        # find_call finds nothing inside a mode (torch.overrides.TorchFunctionMode). If the only mode is that of
+        # ``gemmconv.patched``, which has no effect on our layers, the call is made again with modes switched off. There
+        # only_patched() is False.
         if not compiling and function_mode_count() and only_patched():
             with torch._C.DisableTorchFunction():
                 return self.forward(input, output_size)

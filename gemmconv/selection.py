@@ -9,7 +9,7 @@
     CPU, no C   preference, at its end    torch's operator
 
 An algorithm that is named computes a pass as follows. ``why_not(config, direction)`` says why it cannot compute a pass,
-and ``why_not(config)`` why not the forward pass:
+and ``why_not(config)`` why not the forward pass (`pytest tests/test_selection.py tests/test_portable.py` tests it):
 
     it cannot compute the layer's forward pass    an error, for gradients too: it serves a layer or it does not
     it cannot compute this gradient               gemm_col2im computes it

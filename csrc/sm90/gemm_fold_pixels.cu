@@ -55,8 +55,8 @@
 
 // Lines of a fold; folds of a line block; floats of a fold's columns. In the example 48, 3 and 48 * 132.
 constexpr int kFoldLines = FOLD_OUTS * kTaps, kFolds = LINES / kFoldLines, kFoldFloats = kFoldLines * FOLD_PITCH;
-// Chunks that multiply takes before its loop, which takes two at a time: 1 if their number is odd. With two position
-// blocks the loop takes one at a time. multiply asserts that this is right; its table has all cases.
+// Chunks that multiply takes before its loop. Inputs in registers need constant indices, so the loop takes two chunks
+// at a time, and an odd one goes before it. With two position blocks it takes one at a time. multiply asserts that.
 constexpr int kPeeled = POSITION_BLOCKS == 1 ? CHUNK_CLASS % 2 : 0;
 static_assert(kFoldLines % 8 == 0 && LINES % kFoldLines == 0, "a fold has whole groups of 8 lines, as wgmma has them");
 static_assert(FOLD_PITCH % 8 == 4 && kPositions <= FOLD_PITCH, "half a warp writes columns to different banks");
@@ -66,14 +66,19 @@ static_assert(2 * kFoldFloats * 4 <= COLUMN_BYTES, "columns of two folds fit");
 constexpr int kGroupThreads = kConsumers / FOLD_GROUPS, kGroupOuts = FOLD_OUTS / FOLD_GROUPS;
 static_assert(kConsumers % FOLD_GROUPS == 0 && FOLD_OUTS % FOLD_GROUPS == 0, "groups are of one size");
 static_assert(FOLD_GROUPS == 1 || kPositions * kParts <= kGroupThreads, "a thread for each part of a position's cell");
-constexpr int kKept = FOLD_TURNS <= 2 ? FOLD_TURNS : 1;  // cells that a thread keeps in registers for all folds
+// Cells that a thread keeps in registers for all folds. Registers are few: with more turns each fold finds them again.
+constexpr int kKept = FOLD_TURNS <= 2 ? FOLD_TURNS : 1;
 
-/* For fold_line_block: writes a warp's sums of fold FOLD to columns `to`. Of 16 positions and 8 lines, lane 4g + t has
- * four sums: 0 and 1 are of lines 2t and 2t + 1 at position 2g, 2 and 3 of the same lines at position 2g + 1 (PAIRED in
- * pixels_on_m.cuh). Sums 0 and 2 are neighbours in a line of columns, as are 1 and 3: a lane writes two at once.
- *   A lane has LINES / 2 sums of a position block: 16 positions x LINES lines, over 32 lanes. Fold 1 of the example has
- *   sums 24 to 47 of a lane, of 6 x 8 lines. Lane 5 (g = 1, t = 1) of warp 2 writes positions 34 and 35 of the fold's
- *   lines 2, 3, 10, 11, ...
+/* For fold_line_block: writes a warp's sums of fold FOLD to columns `to`. wgmma gives a warp the sums of 16 rows: of
+ * each 8 lines, lane 4g + t has lines 2t and 2t + 1 in rows g and g + 8. multiply has loaded positions 2g and 2g + 1 to
+ * these rows (PAIRED in pixels_on_m.cuh). So sums 0 to 3 of lane 5 (g = 1, t = 1) are:
+ *
+ *                 line 2   line 3        A lane writes sums 0 and 2 at once, which are neighbours in a line of columns,
+ *   position 2    0        1             then 1 and 3. It has LINES / 2 sums of a position block: 16 x LINES, over 32
+ *   position 3    2        3             lanes.
+ *
+ *   Fold 1 of the example has sums 24 to 47 of a lane, of 6 x 8 lines. Lane 5 of warp 2 writes positions 34 and 35 of
+ *   the fold's lines 2, 3, 10, 11, ... The emulator of the tests has wgmma's layout from the PTX manual.
  */
 template <int FOLD>
 __device__ __forceinline__ void write_columns(float* to, const float (&sums)[POSITION_BLOCKS][LINES / 2], int warp) {
@@ -179,8 +184,8 @@ __device__ __forceinline__ void consume(const pixels_on_m_params& p, int warp) {
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
 sm90_gemm_fold_pixels_kernel(const __grid_constant__ pixels_on_m_params p) {
-    // A thread of the two consumer warpgroups gets 208 registers (for 72 sums in the example, at most 128, inputs of two
-    // chunks, and its cells), one of the producer warpgroup 88. All begin with 168: 2 * 208 + 88 = 3 * 168. A test
+    // A thread of the two consumer warpgroups gets 208 registers (for 72 sums in the example, at most 128, inputs of
+    // two chunks, and its cells), one of the producer warpgroup 88. All begin with 168: 2 * 208 + 88 = 3 * 168. A test
     // compiles what layers take, and fails where anything spills: `pytest tests/test_runtime.py -k without_spills`.
     run<208, 88>(p, [&](int warp) { consume(p, warp); });
 }

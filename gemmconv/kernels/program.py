@@ -9,7 +9,7 @@ stride 2, padding 1, is:
       cuBLAS, 8 products of 1024 x 512 x 64
       columns/col2im.cu, 4x256x1 blocks of 256x1x1 threads
 
-Columns of 16-bit tensors are float32.
+Columns of 16-bit tensors are float32. `pytest tests/test_program.py` needs no GPU.
 """
 
 from __future__ import annotations
@@ -323,7 +323,7 @@ def gathering(
     """A program that gathers ``output`` from ``input``: a forward pass, or an input gradient.
 
     The names are the same for both: for an input gradient ``input`` is grad_output, ``output`` is the gradient, and no
-    ``bias`` is added. Without steps, the program clears the output.
+    ``bias`` is added. Without steps, as for an empty batch, the program clears the output.
 
     Args:
         weight: the form of the weight; None if either format will do.

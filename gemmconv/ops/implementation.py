@@ -32,7 +32,8 @@ forward pass of a float32 layer under bfloat16 autocast, and a backward pass:
     the operator's own                  call(grad_output, input, weight) -> grad_input, grad_weight
     with_bias_grad=True                 call(grad_output, input, weight) -> grad_input, grad_weight, grad_bias
 
-To change something: a new setting of a call is a field of Options (schemas.py) and of Config, and so part of the key.
+To change something: a new setting of a call is an argument of the public functions, a field of Options and of the
+operators' schemas (schemas.py), so part of the key, and a field of Config. It comes last: others are found by position.
 ``pytest tests/test_{dispatch,rank,fallback,compiled,autocast}.py`` runs each line of this file and of plain.py, without
 a GPU, in two minutes.
 """
