@@ -96,7 +96,7 @@ def conv_transpose2d(
     geometry = validation.geometry(where, stride, padding, output_padding, groups, dilation)
     arguments = *geometry, *options
     is_eager = (
-        type(input) is Tensor  # no Parameter, and no subclass
+        type(input) is Tensor  # not a subclass; a Parameter, which is one, takes the general way too
         and not torch.compiler.is_compiling()
         and torch._C._get_tracing_state() is None  # under torch.jit.trace sizes are tensors
     )
@@ -116,7 +116,7 @@ def conv_transpose2d(
         return ops.checked_torch_conv_transpose2d(input, weight, bias, *geometry)
     if input.is_complex() and algorithm in ("auto", "native"):  # 2
         return torch.conv_transpose2d(input, weight, bias, *geometry)
-    # is_left_to_torch may raise an error, if shapes do not fit together. Without a key find_or_make caches nothing.
+    # is_left_to_torch may raise an error, if shapes do not fit together.
     if is_eager and (input.is_cuda or input.is_cpu) and ops.is_left_to_torch(input, weight, bias, arguments):  # 3
 
         def torchs_call(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

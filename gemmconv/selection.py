@@ -172,8 +172,9 @@ def _order_on_cpu(config: Config, direction: Direction, isa: str) -> list[tuple[
     """The order on a CPU with the C extension, by the rule in :mod:`gemmconv.kernels.cpu.estimate`.
 
     The order is that of :func:`estimates`. Its time of torch's operator is divided by ``least_speedup``, in
-    ``native_seconds`` of that module, as if torch were that much faster. So ``fused`` comes first where at least that
-    speedup is expected; where a weight changes between calls, its packing counts against ``fused`` too.
+    ``native_seconds`` of that module, as if torch were that much faster: with 1.3, torch's 150 us count as 115, and
+    ``fused`` comes first if it is expected to take less. Where a weight changes between calls, its packing counts
+    against ``fused`` too.
     """
     ratio, threads = estimate.speedup(config, direction), torch.get_num_threads()
     fused = f"expected at {ratio:.2f} times torch's speed with {isa} and {threads} threads" if ratio else "not measured"

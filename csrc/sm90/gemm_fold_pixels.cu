@@ -56,7 +56,8 @@
 // Lines of a fold; folds of a line block; floats of a fold's columns. In the example 48, 3 and 48 * 132.
 constexpr int kFoldLines = FOLD_OUTS * kTaps, kFolds = LINES / kFoldLines, kFoldFloats = kFoldLines * FOLD_PITCH;
 // Chunks that multiply takes before its loop. Inputs in registers need constant indices, so the loop takes two chunks
-// at a time, and an odd one goes before it. With two position blocks it takes one at a time. multiply asserts that.
+// at a time, and an odd one goes before it. With two position blocks it takes one at a time. Classes 1 and 3 are of
+// odd numbers. multiply asserts that this fits its loop.
 constexpr int kPeeled = POSITION_BLOCKS == 1 ? CHUNK_CLASS % 2 : 0;
 static_assert(kFoldLines % 8 == 0 && LINES % kFoldLines == 0, "a fold has whole groups of 8 lines, as wgmma has them");
 static_assert(FOLD_PITCH % 8 == 4 && kPositions <= FOLD_PITCH, "half a warp writes columns to different banks");

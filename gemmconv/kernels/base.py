@@ -146,7 +146,8 @@ class Kernel(ABC):
     def program(self, config: Config, direction: Pass, tile: Any) -> Program | None:
         """The steps of a call; None for torch's operator, and on a CPU.
 
-        Arguments: (input, weight, bias), (grad_output, weight), (grad_output, input), (grad_output, input, weight).
+        The call takes (input, weight, bias) for a forward pass, (grad_output, weight) for the input's gradient,
+        (grad_output, input) for the weight's, and (grad_output, input, weight) for both.
         """
         return None
 
@@ -241,7 +242,8 @@ def tile_fields(tile: Any) -> dict[str, Any]:
     """The fields by which tiles of one kernel, pass and device differ; pairs and nested tiles as text."""
     if not dataclasses.is_dataclass(tile):
         return {}
-    # Fields that are the same for all tiles of a pass on a device; a kernel's own field of that kind belongs here too.
+    # Fields that are the same for all tiles of a pass on a device. A kernel's own field of that kind belongs here too,
+    # or it would stand in explain's text and in tuned files.
     of_pass = ("problem", "multiprocessors", "spec", "direction", "itemsize", "compiled")
     found = {}
     for name in (field.name for field in dataclasses.fields(tile) if field.name not in of_pass):

@@ -20,17 +20,10 @@ Prepared = Callable[..., Any]  # a prepared call: what it takes and returns is s
 
 
 class Convention(NamedTuple):
-    """What a prepared call takes and returns where that differs from its operator. Each field is for some passes:
+    """What a prepared call takes and returns where that differs from its operator.
 
-        field                 passes     what it asks for, and why
-        weight_grad_strides   gradients  the weight's gradient in these strides, so that optimizers need not copy it
-        with_bias_grad        gradients  the bias's gradient too, after the others
-        parameter_dtype       all        weight and bias, and their gradients, in this dtype: the call casts (autocast)
-        returns_casts         forward    these casts too, after the output: autocast keeps them, and gradients need them
-        trained               forward    a weight that changes before the next call: a CPU keeps no packed copy of it
-        is_signal             forward    tensors of one axis, whose memory is that of images of height 1
-
-    By default a call takes and returns what its operator does, except that strides are those of a contiguous tensor.
+    implementation.py has a table of the fields, with those who set them. By default a call takes and returns what its
+    operator does, except that strides are those of a contiguous tensor.
     """
 
     weight_grad_strides: Strides | None = None

@@ -23,14 +23,19 @@ Who calls whom, the first time. An eager call bypasses the dispatcher; others re
 On a CPU and for torch's operator there is no program: the algorithm prepares the call itself. Layers on volumes have
 operators of their own, in volumes.py.
 
-To save launches some prepared calls take and return other tensors than the operator does. A Convention says which, by
-six fields (configs.py has their table). This file passes it on; forward.py and gradients.py act by it. Two examples, a
-forward pass of a float32 layer under bfloat16 autocast, and a backward pass:
+To save launches some prepared calls take and return other tensors than the operator does. Who asks for such a call says
+so by a Convention, which this file passes on; only forward.py and gradients.py act by it. Its fields:
 
-    the operator's own                  call(input bf16, weight bf16, bias bf16) -> output
-    parameter_dtype=torch.float32       call(input bf16, weight float32, bias float32) -> output; its kernels cast
-    the operator's own                  call(grad_output, input, weight) -> grad_input, grad_weight
-    with_bias_grad=True                 call(grad_output, input, weight) -> grad_input, grad_weight, grad_bias
+    field                passes     who sets it    the call
+    weight_grad_strides  gradients  autograd.py    returns the weight's gradient in these strides, for optimizers
+    with_bias_grad       gradients  autograd.py    returns the bias's gradient too, after the others
+    parameter_dtype      all        recording.py   takes weight and bias in this dtype (float32, under autocast), casts
+                                                   them, and returns their gradients in it
+    returns_casts        forward    recording.py   returns these casts too, after the output
+    trained              forward    recording.py   keeps no packed weight on a CPU: the weight will change
+    is_signal            forward    recording.py   takes and returns signals, whose memory is that of images
+
+For example a forward pass with ``parameter_dtype`` is call(input bf16, weight float32, bias float32) -> output bf16.
 
 To change something: a new setting of a call is an argument of the public functions, a field of Options and of the
 operators' schemas (schemas.py), so part of the key, and a field of Config. It comes last: others are found by position.
@@ -83,8 +88,8 @@ def prepare_call(
     """The prepared call of an operator on tensors of these shapes and strides, from the cache if it is there.
 
     Args:
-        tensors: the operator's tensors, all of one dtype. If the call will cast float32 weight and bias itself, pass
-            stand-ins with the cast dtype.
+        tensors: the operator's tensors, all of one dtype. With a ``parameter_dtype`` weight and bias are stand-ins of
+            the dtype after the cast.
         target_size: for ``"input_grad"`` height and width of the input, for ``"weight_grad"`` those of the kernel: the
             tensor whose gradient is computed is not passed. None for other passes.
         arguments: the operator's other arguments, from the stride on; trailing defaults may be left out.
@@ -136,7 +141,8 @@ def _choose_and_prepare(
 def _conv_transpose2d_casting(input: Tensor, weight: Tensor, bias: Tensor | None = None, *arguments: Any) -> Tensor:
     """conv_transpose2d with a float32 weight and bias cast to the input's dtype.
 
-    A compiled graph under autocast has this one call in place of casts and a call, so that our kernel makes both casts.
+    A compiled graph under autocast has this operator in place of casts and a call. It mostly bypasses this body, by
+    ``_casting`` in compiled.py, where one kernel makes both casts; it comes here in modes and to record gradients.
     """
     cast = [one.to(input.dtype) if one is not None and one.dtype is torch.float32 else one for one in (weight, bias)]
     return OPERATORS["conv_transpose2d"](input, *cast, *arguments)

@@ -151,6 +151,9 @@ class Tile(PositionRows):
     def fold_outs(self) -> int:
         """Output channels of a fold: their lines are a multiple of 8, and enough for all threads if these fit.
 
+        Shared memory is decided in this order, each by those before it: ``lines`` of the tile, ``fold_outs``,
+        ``column_bytes``, ``held``, ``ring_sizes``.
+
         In the example a fold may have 1, 3 or 9 of the 9 channels of a line block. At least 2 are wanted, for 32 lines.
         Two folds of 9 would take 152,064 bytes, two of 3 take 50,688, of 72 KB that they may: so 3.
         """
