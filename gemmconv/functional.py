@@ -105,11 +105,11 @@ def conv_transpose2d(
     #      condition                                                 what computes the call
     #   1. on a CPU: traced, compiled, or an input of a subclass     torch's operator (exceptions: see its function)
     #   2. complex tensors                                           torch's operator, by real and imaginary parts
-    #   3. eager, and torch's operator is chosen                     torch's operator, called directly: least host time
+    #   3. eager, and torch's operator with its settings is chosen   torch's operator, called directly: least host time
     #   4. it has a key, and its tensors are ordinary dense ones     a prepared call, which bypasses the dispatcher
     #   5a. an export to ONNX                                        torch's operator, since exports know no other
-    #   5b. "auto" or "native" with torch's own precision, under     torch's operator, since there are rules for it, and
-    #       a transform such as vmap or with a wrapper subclass      none for ours
+    #   5b. "auto" or "native" with torch's own precision, under     torch's operator, which has rules for these; ours
+    #       a transform such as vmap or with a wrapper subclass      is a loop under vmap
     #   6. any other call                                            our operator, by torch's dispatcher
     # `pytest tests/test_{dispatch,transforms,arrays,autocast,onnx}.py` takes each of these ways on a CPU, in 20 s.
     if input.is_cpu and not is_eager and _is_for_torch_in_a_graph(input, weight, groups, algorithm):  # 1

@@ -152,6 +152,13 @@ def test_readme_is_read_in_three_minutes():
     assert len(PAGES[README].splitlines()) <= 160
 
 
+def test_docs_show_what_explain_prints():
+    reports = [one for one in blocks(PAGES["algorithms/auto.md"], "text") if one.startswith("conv_transpose2d")]
+    problem = gemmconv.Problem(128, 512, 256, 1, (4, 4), (4, 4), stride=(2, 2), padding=(1, 1))
+    for gpu, report in zip(("H100", "A100"), reports, strict=True):
+        assert str(gemmconv.explain(problem, gpu=gpu, dtype=torch.float16)).rstrip() == report.rstrip(), gpu
+
+
 def test_docs_quote_the_errors_as_they_are_raised():
     images, weight = torch.zeros(1, 4, 5, 5), torch.zeros(4, 2, 3, 3)
     raised = []

@@ -94,7 +94,7 @@ __device__ __forceinline__ void add_row(
     int j) {
     #pragma unroll
     for (int s = 0; s < RECT_W; ++s) {
-        // P + the output's place s in the rectangle, a constant; but if RECT_W is 1, P + its column j.
+        // P + the output's place s in the rectangle, a constant; but if RECT_W is not STRIDE_W, P + its column j.
         const int padded_w = s + PADDING_W + (RECT_W == STRIDE_W ? 0 : j);
         const int first_kw = first_tap<KERNEL_W, STRIDE_W, DILATION_W>(padded_w);
         const COLUMN_T* tap = tap_row + first_kw * tap_stride;

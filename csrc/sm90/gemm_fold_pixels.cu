@@ -44,8 +44,9 @@
  *   kTaps, kPositions, kBlockOuts   taps of the kernel, positions of an item, output channels of a line block
  *   divided, each  a division by a reciprocal; a loop whose index is known to the compiler
  *
- * Safe to change here alone: which threads write which columns, and gather which cells. Macros and bytes of shared
- * memory are the host's: static_asserts and tests find where the two disagree. To try a change without a GPU,
+ * Safe to change here alone: which threads write which columns. Which cells a thread gathers is decided in gather too,
+ * in fold_smem.cuh, and must be the same there. Macros and bytes of shared memory are the host's: static_asserts and
+ * tests find where the two disagree. To try a change without a GPU,
  * `python -m pytest tests/test_kernels.py -k fold_pixels` runs this file on a CPU. It finds barriers that are waited
  * for in vain, shared memory that is read before it was written, and wrong sums.
  */
@@ -56,8 +57,7 @@
 // Lines of a fold; folds of a line block; floats of a fold's columns. In the example 48, 3 and 48 * 132.
 constexpr int kFoldLines = FOLD_OUTS * kTaps, kFolds = LINES / kFoldLines, kFoldFloats = kFoldLines * FOLD_PITCH;
 // Chunks that multiply takes before its loop. Inputs in registers need constant indices, so the loop takes two chunks
-// at a time, and an odd one goes before it. With two position blocks it takes one at a time. Classes 1 and 3 are of
-// odd numbers. multiply asserts that this fits its loop.
+// at a time, and an odd one goes before it; with two position blocks it takes one at a time. See the table at multiply.
 constexpr int kPeeled = POSITION_BLOCKS == 1 ? CHUNK_CLASS % 2 : 0;
 static_assert(kFoldLines % 8 == 0 && LINES % kFoldLines == 0, "a fold has whole groups of 8 lines, as wgmma has them");
 static_assert(FOLD_PITCH % 8 == 4 && kPositions <= FOLD_PITCH, "half a warp writes columns to different banks");

@@ -284,11 +284,12 @@ def concatenate(earlier: Program, later: Program, arguments: Sequence[str]) -> P
     once. The outputs of both must have different names. Until ``later`` writes its outputs, their memory serves as the
     workspace of ``earlier``: see ``_laid_out`` in gemmconv/kernels/bind.py.
 
-    An example, in which both need grad_output in NCHW. The steps of ``later`` are renamed:
+    An example, the weight's and then the input's gradient, which need grad_output in one form. The steps of ``later``
+    are renamed:
 
-        argument       in earlier    in later         in both
-        grad_output    "input"       "grad_output"    "input"
-        input          -             "input"          "input_2"
+        argument       in earlier       in later    in both
+        grad_output    "grad_output"    "input"     "grad_output"
+        input          "input"          -           "input"
     """
     operands = {(one.given_as, one.form, one.row_padding): one for one in earlier.operands}
     names: dict[str, str] = {}

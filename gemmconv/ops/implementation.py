@@ -24,21 +24,24 @@ On a CPU and for torch's operator there is no program: the algorithm prepares th
 operators of their own, in volumes.py.
 
 To save launches some prepared calls take and return other tensors than the operator does. Who asks for such a call says
-so by a Convention, which this file passes on; only forward.py and gradients.py act by it. Its fields:
+so by a Convention, which this file passes on to forward.py and gradients.py. Only ``trained`` is used here: it becomes
+a field of Config. With R for recording.py, A for autograd.py, C for compiled.py, V for volumes.py, the fields are:
 
-    field                passes     who sets it    the call
-    weight_grad_strides  gradients  autograd.py    returns the weight's gradient in these strides, for optimizers
-    with_bias_grad       gradients  autograd.py    returns the bias's gradient too, after the others
-    parameter_dtype      all        recording.py   takes weight and bias in this dtype (float32, under autocast), casts
-                                                   them, and returns their gradients in it
-    returns_casts        forward    recording.py   returns these casts too, after the output
-    trained              forward    recording.py   keeps no packed weight on a CPU: the weight will change
-    is_signal            forward    recording.py   takes and returns signals, whose memory is that of images
+    field                passes     set by   the call
+    weight_grad_strides  gradients  A        returns the weight's gradient in these strides, so that optimizers need not
+                                             copy it; default_convention sets it for an operator's own call
+    with_bias_grad       gradients  A, V     returns the bias's gradient too, after the others
+    parameter_dtype      all        R, A, C  takes weight and bias in this dtype (float32, under autocast), casts them,
+                                             and returns their gradients in it
+    returns_casts        forward    R        returns these casts too, after the output; only with parameter_dtype
+    trained              forward    R        keeps no packed weight on a CPU: the weight will change
+    is_signal            forward    R        takes and returns signals, whose memory is that of images
 
 For example a forward pass with ``parameter_dtype`` is call(input bf16, weight float32, bias float32) -> output bf16.
 
 To change something: a new setting of a call is an argument of the public functions, a field of Options and of the
-operators' schemas (schemas.py), so part of the key, and a field of Config. It comes last: others are found by position.
+operators' schemas (schemas.py), so part of the key, and a field of Config. It comes last, since the first five
+arguments and the sixth, the algorithm, are found by position: in module.py, functional.py, plain.py, left_to_torch.py.
 ``pytest tests/test_{dispatch,rank,fallback,compiled,autocast}.py`` runs each line of this file and of plain.py, without
 a GPU, in two minutes.
 """
