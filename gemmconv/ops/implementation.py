@@ -25,17 +25,16 @@ operators of their own, in volumes.py.
 
 To save launches some prepared calls take and return other tensors than the operator does. Who asks for such a call says
 so by a Convention, which this file passes on to forward.py and gradients.py. Only ``trained`` is used here: it becomes
-a field of Config. With R for recording.py, A for autograd.py, C for compiled.py, V for volumes.py, the fields are:
+a field of Config. The fields, with the modules that set them:
 
-    field                passes     set by   the call
-    weight_grad_strides  gradients  A        returns the weight's gradient in these strides, so that optimizers need not
-                                             copy it; default_convention sets it for an operator's own call
-    with_bias_grad       gradients  A, V     returns the bias's gradient too, after the others
-    parameter_dtype      all        R, A, C  takes weight and bias in this dtype (float32, under autocast), casts them,
-                                             and returns their gradients in it
-    returns_casts        forward    R        returns these casts too, after the output; only with parameter_dtype
-    trained              forward    R        keeps no packed weight on a CPU: the weight will change
-    is_signal            forward    R        takes and returns signals, whose memory is that of images
+    field                passes     set by                         the call
+    weight_grad_strides  gradients  autograd, configs              returns the weight's gradient in these strides
+    with_bias_grad       gradients  autograd, volumes              returns the bias's gradient too, after the others
+    parameter_dtype      all        recording, autograd, compiled  takes weight and bias in this dtype (float32, under
+                                                                   autocast), casts them, returns their gradients in it
+    returns_casts        forward    recording                      returns these casts too; only with parameter_dtype
+    trained              forward    recording                      keeps no packed weight on a CPU: it will change
+    is_signal            forward    recording                      takes and returns signals: images in memory
 
 For example a forward pass with ``parameter_dtype`` is call(input bf16, weight float32, bias float32) -> output bf16.
 
