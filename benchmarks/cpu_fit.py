@@ -1,34 +1,33 @@
-"""Fit the rule by which `auto` chooses on a CPU: rows of `python -m benchmarks.cpu` become speedup.json.
+"""Fit the rule by which `auto` chooses on a CPU: rows of `python -m benchmarks.cpu` become speedup.npz.
 
     python -m benchmarks.cpu_fit            # from all files of random layers under benchmarks/results/cpu
 
-Rows of `fused` beside torch, each pass apart, are sorted by instruction set, pass, memory format and type.
-For each group the logarithm of torch's time over ours is fitted by a ridge regression in the logarithms of the layer's
-sizes (gemmconv/kernels/cpu/estimate.py, beside which the file lies). Ten-fold cross-validation says what choosing by it
-is worth on layers that it was not fitted to. The instruction set is that of the rows: any machine can fit another's.
+Rows of `fused` beside torch, each pass apart, are sorted by instruction set, pass, memory format and type. For each
+group the logarithm of torch's time over ours is fitted in the logarithms of the layer's sizes, as
+gemmconv/kernels/cpu/estimate.py says. Ten-fold cross-validation says what choosing by it is worth on layers that it was
+not fitted to. The instruction set is that of the rows: any machine can fit another's.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections import defaultdict
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from benchmarks import fit
 from benchmarks.results import RESULTS, read_table
 from gemmconv.geometry import Problem
 from gemmconv.kernels.base import Config
 from gemmconv.kernels.cpu import estimate
+from gemmconv.kernels.measured import scaled_sizes
 
-_TARGET = Path(estimate.__file__).with_name("speedup.json")
-_RIDGE = 3.0  # rows' worth of belief that a size does not matter
 _MOST = 1.7  # logarithm to base 2 beyond which a row counts no more: by how much a choice is right does not matter
 _FEWEST = 60  # rows of a group
-_WORTH, _MOST_LOST = 1.02, 1 / 6  # what choosing must gain on average, and the share of what it takes that may lose
+_WORTH, _MOST_LOST = 1.02, 1 / 20  # what choosing must gain on average, and the share of what it takes that may lose
+_FOLDS = 10
 _LANES = {"avx512": (8, 16, 3), "avx2": (4, 8, 3)}  # rows, lanes and vectors of float32's register tile
 
 
@@ -46,7 +45,7 @@ def _problem(row: dict[str, str]) -> Problem:
     return Problem(*counts, *(pair(name) for name in ("in", "k", "s", "p", "op", "d")))  # type: ignore[arg-type]
 
 
-def _rows() -> dict[str, list[tuple[dict[str, float], float, float]]]:
+def _rows() -> dict[str, list[tuple[list[float], float, float]]]:
     """For each group its rows: sizes, the logarithm of the ratio, and that from which the rule takes the layer."""
     found = defaultdict(list)
     for path in sorted((RESULTS / "cpu").glob("*/random-*.csv")):
@@ -56,11 +55,11 @@ def _rows() -> dict[str, list[tuple[dict[str, float], float, float]]]:
             if row["status"] != "ok" or row["algorithm"] != "fused" or row["pass"] == "both":
                 continue
             memory_format = torch.channels_last if row["memory_format"] == "channels_last" else torch.contiguous_format
-            dtype = getattr(torch, row["dtype"])
+            dtype, direction = getattr(torch, row["dtype"]), row["pass"]
             config = Config(_problem(row), dtype, torch.device("cpu"), memory_format=memory_format)
-            values = estimate.sizes(config, row["pass"])  # type: ignore[arg-type]
-            key = estimate.key_of(config, row["pass"])  # type: ignore[arg-type]
-            least = estimate.least_speedup(config.problem, dtype)
+            values = [*estimate.sizes(config, direction).values()]  # type: ignore[arg-type]
+            least = estimate.least_speedup(config, direction)  # type: ignore[arg-type]
+            key = estimate.key_of(config, direction)  # type: ignore[arg-type]
             found[key].append((values, math.log2(float(row["ratio"])), math.log2(least)))
     return found
 
@@ -72,29 +71,27 @@ def _as_on(isa: str) -> None:
 
 
 def _fit(values: Any, ratios: Any) -> Any:
+    """The array of a group that gemmconv/kernels/cpu/estimate.py reads."""
     mean, spread = values.mean(0), values.std(0)
-    mean[0], spread[0] = 0.0, 1.0
-    spread[spread < 1e-9] = math.inf  # a size that does not vary
-    scaled = (values - mean) / spread
-    penalty = _RIDGE * np.eye(values.shape[1])
-    penalty[0, 0] = 0.0
-    found = np.linalg.solve(scaled.T @ scaled + penalty, scaled.T @ np.clip(ratios, -_MOST, _MOST)) / spread
-    found[0] -= (found * mean)[1:].sum()
-    return found
+    mean[0], spread[0], spread[spread < 1e-9] = 0.0, 1.0, math.inf  # a size may not vary
+    scaled = np.array([scaled_sizes(one, mean, spread) for one in values])
+    coefficients, near, layers = fit.fitted(scaled, np.clip(ratios, -_MOST, _MOST), by_neighbours=True)
+    layers[:, 0] = near
+    return np.array([mean, spread, coefficients, *layers])
 
 
 def main() -> None:
-    coefficients = {}
+    """Fit, print, write."""
+    fits = {}
     for key, rows in sorted(_rows().items()):
-        names = list(rows[0][0])
-        values = np.array([[one[name] for name in names] for one, _, _ in rows])
-        ratios, least = (np.array(of) for of in list(zip(*rows, strict=True))[1:])
+        values, ratios, least = (np.array(of) for of in zip(*rows, strict=True))
         if len(rows) < _FEWEST:
             print(f"{key}: {len(rows)} rows are too few")
             continue
-        expected, folds = np.zeros(len(rows)), np.arange(len(rows)) % 10
-        for fold in range(10):
-            expected[folds == fold] = values[folds == fold] @ _fit(values[folds != fold], ratios[folds != fold])
+        expected, folds = np.zeros(len(rows)), np.arange(len(rows)) % _FOLDS
+        for fold in range(_FOLDS):
+            fits[key] = _fit(values[folds != fold], ratios[folds != fold])
+            expected[folds == fold] = [estimate.logarithm(fits[key], one) for one in values[folds == fold]]
         taken = expected > least
         chosen, best = np.where(taken, ratios, 0.0), np.maximum(ratios, 0.0)
         lost = np.sort(2 ** ratios[taken & (ratios < math.log2(0.97))])
@@ -103,11 +100,12 @@ def main() -> None:
             f"{2 ** best.mean():.3f}x, {taken.sum()} taken, {len(lost)} of them below 0.97x"
             + (f": {', '.join(f'{one:.2f}' for one in lost[:4])}" if len(lost) else "")
         )
+        fits[key] = _fit(values, ratios).astype(np.float32)
         if 2 ** chosen.mean() < _WORTH or len(lost) > taken.sum() * _MOST_LOST:
             print("  which is left to torch")
-            continue
-        coefficients[key] = {name: round(float(one), 4) for name, one in zip(names, _fit(values, ratios), strict=True)}
-    _TARGET.write_text(json.dumps(coefficients, indent=1) + "\n")
+            del fits[key]
+    with estimate.FILE.open("wb") as file:
+        np.savez_compressed(file, **fits)
 
 
 if __name__ == "__main__":

@@ -136,10 +136,10 @@ def fit(rows: Sequence[Row], say: Callable[[str], None]) -> dict[str, Array]:
         parts = np.array([_part(one.row.layer) for one in of_key])
         unseen = np.zeros(len(off))
         for part in range(_FOLDS if len(set(parts)) > 1 else 0):
-            weights, near, known = _fitted(scaled[parts != part], off[parts != part], is_torchs)
-            unseen[parts == part] = off[parts == part] - _at(scaled[parts == part], weights, near, known)
-        weights, near, known = _fitted(scaled, off, is_torchs)
-        left = off - _at(scaled, weights, near, known)
+            weights, near, known = fitted(scaled[parts != part], off[parts != part], is_torchs)
+            unseen[parts == part] = off[parts == part] - at(scaled[parts == part], weights, near, known)
+        weights, near, known = fitted(scaled, off, is_torchs)
+        left = off - at(scaled, weights, near, known)
         say(
             f"{key}: {len(off)} rows, off by {_size(off):.2f}, fitted {_size(left):.2f}, unseen {_size(unseen):.2f} "
             "(root mean square of the logarithm)"
@@ -156,8 +156,8 @@ def _part(layer: str) -> int:
     return sum(layer.encode()) % _FOLDS
 
 
-def _fitted(scaled: Array, off: Array, by_neighbours: bool) -> tuple[Array, Array, Array]:
-    """Weights of sizes, and where neighbours count what each layer adds, with where it lies."""
+def fitted(scaled: Array, off: Array, by_neighbours: bool) -> tuple[Array, Array, Array]:
+    """Weights of scaled sizes, and where neighbours count what each layer adds, with where it lies."""
     belief = (_RIDGE if by_neighbours else _FEW_RIDGE) * np.eye(scaled.shape[1])
     belief[0, 0] = 1e-9
     weights = np.linalg.solve(scaled.T @ scaled + belief, scaled.T @ off)
@@ -169,11 +169,10 @@ def _fitted(scaled: Array, off: Array, by_neighbours: bool) -> tuple[Array, Arra
 
 
 def _nearness(one: Array, other: Array) -> Array:
-    distances = ((one[:, None, 1:] - other[None, :, 1:]) ** 2).sum(-1)
-    return np.asarray(np.exp(-measured.WIDTH * distances))
+    return np.asarray(measured.nearness(one[:, None, 1:], other[None, :, 1:]))
 
 
-def _at(scaled: Array, weights: Array, near: Array, known: Array) -> Array:
+def at(scaled: Array, weights: Array, near: Array, known: Array) -> Array:
     found = scaled @ weights
     return np.asarray(found + _nearness(scaled, known) @ near if len(near) else found)
 

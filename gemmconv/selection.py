@@ -39,7 +39,7 @@ BY_NAME = {algorithm.name: algorithm for algorithm in ALGORITHMS}
 NAMES = tuple(BY_NAME)
 NATIVE = BY_NAME["native"]  # torch's operator
 _GEMM_COL2IM = BY_NAME["gemm_col2im"]  # computes a gradient that no kernel of a named algorithm takes
-_COST = costs_of("choice")
+_COST = costs_of("choice")  # gemmconv/costs/h200.json
 _CLEARLY_FASTER = _COST.table("clearly_faster")
 MICROSECONDS = 10**6
 
@@ -107,8 +107,8 @@ class Seconds:
 
     What counts is ``max(device, min(host, 2 * device))``. A step of large layers waits for the device, and a step of
     small ones for the host: the longer time counts. But in a CUDA graph host time costs nothing, so no choice shall be
-    more than ``most_slowdown`` (2, a policy) times as slow on the device to save host time. Example: 10 us on the
-    device and 50 us on the host count as 20 us; 40 us and 50 us count as 50 us.
+    more than ``most_slowdown`` (2, a policy) times as slow on the device to save host time. For example 10 us on the
+    device and 50 us on the host count as 20 us. So that wins over 21 us and 5 us, and loses to 19 us and 5 us.
     """
 
     device: float
@@ -171,14 +171,14 @@ def _first_on_other_gpus(config: Config, direction: Direction) -> tuple[Algorith
 def _order_on_cpu(config: Config, direction: Direction, isa: str) -> list[tuple[Algorithm, str]]:
     """The order on a CPU with the C extension, by the rule in :mod:`gemmconv.kernels.cpu.estimate`.
 
-    The order is that of :func:`estimates`. Its time of torch's operator is divided by ``least_speedup``, in
-    ``native_seconds`` of that module, as if torch were that much faster: with 1.3, torch's 150 us count as 115, and
-    ``fused`` comes first if it is expected to take less. Where a weight changes between calls, its packing counts
-    against ``fused`` too.
+    The order is that of :func:`estimates`, where torch's operator has a bonus for what the rule may be wrong by:
+    ``estimate.native_seconds`` has divided its expected time by ``estimate.least_speedup``. With 1.3, torch's 150 us
+    count as 115, and ``fused`` comes first if it is expected to take less. Where a weight changes between calls, the
+    time to pack it counts against ``fused`` too.
     """
     ratio, threads = estimate.speedup(config, direction), torch.get_num_threads()
     fused = f"expected at {ratio:.2f} times torch's speed with {isa} and {threads} threads" if ratio else "not measured"
-    least = estimate.least_speedup(config.problem, config.dtype)
+    least = estimate.least_speedup(config, direction)
     texts = {"fused": f"{fused}; auto takes it from {least:.2f} on", "native": "torch's operator"}
     return [
         (one, texts.get(one.name, "kept to compare with: slower than fused")) for _, one in estimates(config, direction)

@@ -13,6 +13,7 @@ The numbers are in costs/measured.npz. Without measurements there is no correcti
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import cache, lru_cache
 from typing import Any
 
@@ -97,10 +98,20 @@ def _table() -> dict[str, Any]:
 def _scaled(problem: Problem) -> tuple[Any, Any]:
     """A layer's scaled sizes, and its nearness to each layer that torch's operator was measured on."""
     table = _table()
-    scaled = np.clip((np.array(sizes(problem)) - table["mean"]) / table["spread"], -_FARTHEST, _FARTHEST)
+    scaled = scaled_sizes(sizes(problem), table["mean"], table["spread"])
+    return scaled, nearness(table["layers"], scaled[1:])
+
+
+def scaled_sizes(values: Sequence[float], mean: Any, spread: Any) -> Any:
+    """A layer's sizes, the first of which is a one, in spreads from their mean."""
+    scaled = np.clip((np.array(values) - mean) / spread, -_FARTHEST, _FARTHEST)
     scaled[0] = 1.0
-    distances = ((table["layers"] - scaled[1:]) ** 2).sum(1)
-    return scaled, np.exp(-WIDTH * distances)
+    return scaled
+
+
+def nearness(layers: Any, scaled: Any) -> Any:
+    """How near a layer is to others, from 0 to 1, by its scaled sizes and theirs, a row for each."""
+    return np.exp(-WIDTH * ((layers - scaled) ** 2).sum(-1))
 
 
 @lru_cache(maxsize=8192)
