@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from gemmconv import arrays, ops, validation
 from gemmconv.algorithms import fold
@@ -74,8 +75,8 @@ def conv_transpose2d(
     given = stride, padding, output_padding, groups, dilation, *options
     key = None
     # A repeated call: one of the same signature was prepared, and checked, before. ``key`` is the signature. It is None
-    # while torch.compile traces, in a mode, for arrays, subclasses and sparse tensors, and for arguments that are no
-    # numbers and strings. Such a call is not cached here.
+    # under torch.compile and torch.jit.trace, in a mode, for arrays, subclasses and sparse tensors, and for arguments
+    # that are no numbers and strings. Such a call is not cached here.
     if not torch.compiler.is_compiling() and (given_key := call_cache.arguments_key(given)) is not None:
         call, key = plain.find_call(input, weight, bias, given_key)
         if call is not None:
@@ -96,7 +97,7 @@ def conv_transpose2d(
     geometry = validation.geometry(where, stride, padding, output_padding, groups, dilation)
     arguments = *geometry, *options
     is_eager = (
-        type(input) is Tensor  # not a subclass; a Parameter, which is one, takes the general way too
+        type(input) in (Tensor, Parameter)  # no other subclass
         and not torch.compiler.is_compiling()
         and torch._C._get_tracing_state() is None  # under torch.jit.trace sizes are tensors
     )
@@ -108,8 +109,8 @@ def conv_transpose2d(
     #   3. eager, and torch's operator with its settings is chosen   torch's operator, called directly: least host time
     #   4. it has a key, and its tensors are ordinary dense ones     a prepared call, which bypasses the dispatcher
     #   5a. an export to ONNX                                        torch's operator, since exports know no other
-    #   5b. "auto" or "native" with torch's own precision, under     torch's operator, which has rules for these; ours
-    #       a transform such as vmap or with a wrapper subclass      is a loop under vmap
+    #   5b. "auto" or "native" with torch's own precision, under     torch's operator, which has rules for these (our
+    #       a transform such as vmap or with a wrapper subclass      operator would be a loop under vmap)
     #   6. any other call                                            our operator, by torch's dispatcher
     # `pytest tests/test_{dispatch,transforms,arrays,autocast,onnx}.py` takes each of these ways on a CPU, in 20 s.
     if input.is_cpu and not is_eager and _is_for_torch_in_a_graph(input, weight, groups, algorithm):  # 1

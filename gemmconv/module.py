@@ -112,8 +112,8 @@ class Layer(nn.Module):
         """
         compiling = torch.compiler.is_compiling()
         # find_call finds nothing inside a mode (torch.overrides.TorchFunctionMode). If the only mode is that of
-        # ``gemmconv.patched``, which has no effect on our layers, the call is made again with modes switched off. There
-        # only_patched() is False.
+        # ``gemmconv.patched``, which has no effect on our layers, forward calls itself once with modes switched off,
+        # where only_patched() is False.
         if not compiling and function_mode_count() and only_patched():
             with torch._C.DisableTorchFunction():
                 return self.forward(input, output_size)
@@ -195,8 +195,12 @@ class ConvTranspose1d(Layer, nn.ConvTranspose1d):
     def _on_cache_miss(self, key: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
         """First try to prepare a call on signals; else look for a cached call on images of height 1; else return None.
 
-        Calls under autocast, and calls without a batch, are never prepared for signals. The functional form caches them
-        as calls on images, under a key that :meth:`forward` does not look for, so they come here every time.
+            call               is cached as a call on    so the next such call
+            of a batch         signals, by ``key``       is found by :meth:`forward`, and does not come here
+            under autocast     images, by their key      comes here, and is found by its key as images
+            without a batch    images, by their key      comes here, and is found by its key as images
+
+        The functional form has cached those on images.
         """
         super()._on_cache_miss(key, input, weight, bias)
         if input.dim() not in (2, 3):

@@ -38,6 +38,7 @@ from gemmconv.dispatch import (
 from gemmconv.functional import conv_transpose2d
 from gemmconv.geometry import Problem
 from gemmconv.kernels.base import Pass, Precision, why_no_kernels
+from gemmconv.kernels.phases import axis_taps
 from gemmconv.ops import plain, volumes
 from gemmconv.ops.autocast import current_dtype
 from gemmconv.ops.call_cache import arguments_key, find_or_make
@@ -257,12 +258,9 @@ def _depth_phases(problem: Problem) -> list[tuple[int, int, list[tuple[int, int]
     reads a tap at input slice ``i + shift``. torch.compile traces this function, and no cached one.
     """
     p, stride, size = problem, problem.stride[0], problem.output_size[0]
-    places = [(tap, tap * p.dilation[0] - p.padding[0]) for tap in range(p.kernel_size[0])]
-    found = []
-    for first in range(min(stride, size)):
-        taps = [(tap, (first - place) // stride) for tap, place in places if (first - place) % stride == 0]
-        found.append((first, -(-(size - first) // stride), taps))
-    return found
+    taps = axis_taps.__wrapped__("forward", p.kernel_size[0], stride, p.padding[0], p.dilation[0])
+    of_phase = ([(of.tap, of.shift) for of in taps if of.phase == first] for first in range(min(stride, size)))
+    return [(first, -(-(size - first) // stride), these) for first, these in enumerate(of_phase)]
 
 
 def of_height_1(stride: Ints, padding: Ints, output_padding: Ints, groups: int, dilation: Ints) -> tuple[Any, ...]:

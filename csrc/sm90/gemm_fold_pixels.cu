@@ -56,8 +56,9 @@
 
 // Lines of a fold; folds of a line block; floats of a fold's columns. In the example 48, 3 and 48 * 132.
 constexpr int kFoldLines = FOLD_OUTS * kTaps, kFolds = LINES / kFoldLines, kFoldFloats = kFoldLines * FOLD_PITCH;
-// Chunks that multiply takes before its loop. Inputs in registers need constant indices, so the loop takes two chunks
-// at a time, and an odd one goes before it; with two position blocks it takes one at a time. See the table at multiply.
+// Chunks that multiply takes before its loop. Inputs are loaded to one of two sets of registers while products read the
+// other. Registers have no index at run time, so the loop's body uses both sets: for two chunks, and a single or odd one
+// (CHUNK_CLASS 1 or 3) goes before the loop; or, with two position blocks, for those of one chunk.
 constexpr int kPeeled = POSITION_BLOCKS == 1 ? CHUNK_CLASS % 2 : 0;
 static_assert(kFoldLines % 8 == 0 && LINES % kFoldLines == 0, "a fold has whole groups of 8 lines, as wgmma has them");
 static_assert(FOLD_PITCH % 8 == 4 && kPositions <= FOLD_PITCH, "half a warp writes columns to different banks");
@@ -99,7 +100,8 @@ __device__ __forceinline__ void write_columns(float* to, const float (&sums)[POS
     }
 }
 
-/* For consume: the i-th cell of an item. Cell 70 of the example's first item, images 0 and 1: {true, 1, 0, 6, 70}.
+/* For consume: the i-th cell of an item. Cell 70 of the example's first item, images 0 and 1, is row 0, column 6 of
+ * image 1, at position 70 of the item: {exists true, image 1, row 0, column 6, position 70}.
  * A cell to the right of the image (column 8 of 8 inputs) has the position of the next row's first, which does no harm:
  * gather checks row and column before it reads.
  */

@@ -51,13 +51,13 @@ class Config:
         precision: ``"tf32"`` if float32 products may be rounded to TF32, else ``"ieee"``.
         workspace_limit: bytes of temporary memory that a call may take.
         torch_precision: the precision that torch's own convolutions use at this moment.
-        memory_format: for a forward pass and an input gradient, the format of the result; for a weight gradient, which
-            is contiguous, the format of the tensors that it reads.
+        memory_format: the format of images: of the output of a forward pass, of the result of an input gradient, and of
+            the tensors that a weight gradient reads (its result is always contiguous).
         bias: whether a forward call has a bias.
         spec: the properties of a CUDA device.
         deterministic: whether torch's operator is limited to cuDNN's deterministic kernels.
-        weight_format: for ``"grads"``, the format of the tensors that the weight's gradient reads; None where it is
-            ``memory_format`` too.
+        weight_format: only for ``"grads"``, both gradients at once, of which the weight's may read another format than
+            the input's gradient has. None if both are ``memory_format``.
         trained: whether the weight is expected to change before the next call: on a CPU, if gradients are recorded.
     """
 
@@ -154,7 +154,7 @@ class Kernel(ABC):
     def prepare(self, config: Config, direction: Pass, tile: Any) -> Callable[..., Any]:
         """Prepare the call: :data:`Forward`, :data:`Gradient` or :data:`BothGradients`."""
         program = self.program(config, direction, tile)
-        assert program is not None
+        assert program is not None, f"{self.name} must define program or prepare"
         return program.prepare(config.device)
 
     def tile(self, config: Config, direction: Pass) -> Any | None:
@@ -189,7 +189,7 @@ class Kernel(ABC):
         device, spec = config.device, config.spec
         if device.type != self.device_type:
             return f"the device must be {self.device_type}, got {device.type}"
-        # Kernels with features skip the check of capability 8.0: the next one is stricter, and its message says more.
+        # Kernels with features skip the check of capability 8.0: that of their features, below, is stricter.
         reason = missing_software(device) if self.features else why_no_kernels(device, spec)
         if reason is not None:
             return reason

@@ -281,15 +281,17 @@ def concatenate(earlier: Program, later: Program, arguments: Sequence[str]) -> P
     """One program of the steps of both; it returns the outputs of ``later``, then those of ``earlier``.
 
     Its call takes ``arguments`` in this order. If both programs need one of them in the same form, it is converted
-    once. The outputs of both must have different names. Until ``later`` writes its outputs, their memory serves as the
-    workspace of ``earlier``: see ``_laid_out`` in gemmconv/kernels/bind.py.
+    once. The outputs of both must have different names. (When the program is bound, scratch of ``earlier`` may lie in
+    the memory of outputs of ``later``, which are written after it: see ``_laid_out`` in gemmconv/kernels/bind.py.)
 
     An example, the weight's and then the input's gradient, which need grad_output in one form. The steps of ``later``
-    are renamed:
+    are renamed, and get another name for what ``earlier`` has a name of:
 
-        argument       in earlier       in later    in both
-        grad_output    "grad_output"    "input"     "grad_output"
-        input          "input"          -           "input"
+        operand or scratch     in earlier       in later    in both
+        grad_output            "grad_output"    "input"     "grad_output"
+        input                  "input"          -           "input"
+        weight                 -                "weight"    "weight"
+        scratch for columns    "columns"        "columns"   "columns" of earlier, "columns_2" of later
     """
     operands = {(one.given_as, one.form, one.row_padding): one for one in earlier.operands}
     names: dict[str, str] = {}

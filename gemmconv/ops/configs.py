@@ -44,10 +44,17 @@ def default_convention(direction: Pass, tensors: Tensors) -> Convention:
     return Convention(strides_of(tensors[2].shape, torch.channels_last))
 
 
-def config_of(problem: Problem, first: Tensor, second: Tensor, options: Options, bias: bool = False) -> Config:
-    """The configuration of a pass on two tensors."""
+def config_of(
+    problem: Problem,
+    first: Tensor,
+    second: Tensor,
+    options: Options,
+    bias: bool = False,
+    device: torch.device | None = None,
+) -> Config:
+    """The configuration of a pass on two tensors; on a ``device`` that is not theirs, where they have no data."""
     settings = options.precision, options.workspace_limit, memory_format(first, second), bias, options.algorithm
-    return selection.current_config(problem, first.dtype, first.device, *settings)
+    return selection.current_config(problem, first.dtype, device or first.device, *settings)
 
 
 def choose_algorithm(

@@ -24,8 +24,8 @@ On a CPU and for torch's operator there is no program: the algorithm prepares th
 operators of their own, in volumes.py.
 
 To save launches some prepared calls take and return other tensors than the operator does. Who asks for such a call says
-so by a Convention, which this file passes on to forward.py and gradients.py. Only ``trained`` is used here: it becomes
-a field of Config. The fields, with the modules that set them:
+so by a Convention (configs.py). This file makes it part of the key and passes it on to forward.py and gradients.py,
+which act on it. Its fields, all of them off by default (but ``default_convention`` in configs.py sets the first):
 
     field                passes     set by                         the call
     weight_grad_strides  gradients  autograd, configs              returns the weight's gradient in these strides
@@ -38,9 +38,21 @@ a field of Config. The fields, with the modules that set them:
 
 For example a forward pass with ``parameter_dtype`` is call(input bf16, weight float32, bias float32) -> output bf16.
 
-To change something: a new setting of a call is an argument of the public functions, a field of Options and of the
-operators' schemas (schemas.py), so part of the key, and a field of Config. It comes last, since the first five
-arguments and the sixth, the algorithm, are found by position: in module.py, functional.py, plain.py, left_to_torch.py.
+How to add a setting of a call, as ``workspace_limit`` is one, that all kernels can read:
+
+    schemas.py        _OPTIONS and Options: the last one, with a default; now operators take it, and keys have it
+    kernels/base.py   Config: a field, which kernels read
+    selection.py      current_config: an argument, which fills that field
+    configs.py        config_of: pass it on from Options
+    validation.py     choice: its check
+    functional.py     conv_transpose2d: an argument, added to ``options`` and (for arrays) to ``named``
+    module.py         a class attribute with the default, for old pickles; the constructor; ``_settings``
+    rank.py, volumes.py, explain.py    as functional.py; volumes.py has schemas and a record of settings of its own
+
+It comes last since plain.py and left_to_torch.py find the first six arguments (geometry, algorithm) by position. This
+file passes it on with all others: it needs no change, nor do forward.py and gradients.py. A field of Convention needs a
+default there, who sets it, and forward.py or gradients.py to act on it; it is part of the key as it is.
+
 ``pytest tests/test_{dispatch,rank,fallback,compiled,autocast}.py`` runs each line of this file and of plain.py, without
 a GPU, in two minutes.
 """
@@ -127,7 +139,7 @@ def _choose_and_prepare(
 ) -> Prepared:
     """Check the arguments, choose an algorithm (for ``"grads"`` one for each gradient), and prepare the call."""
     is_auto = options.algorithm == "auto"
-    if direction == "grads":  # input and weight may differ in format, so each gradient has a configuration
+    if direction == "grads":  # chosen together, since some kernels compute both; input and weight may differ in format
         gradients, config, weight_config = choose_gradients(tensors, options)
         if is_auto:
             pairs.log_choice(gradients.passes(config, weight_config))

@@ -13,7 +13,8 @@ from gemmconv.algorithms.fallback import warn_once
 from gemmconv.device import spec_of
 from gemmconv.kernels.base import missing_software
 from gemmconv.ops.call_cache import find_or_make, tensor_signature
-from gemmconv.ops.schemas import Arguments, Options, Tensors, checked_problem, memory_format
+from gemmconv.ops.configs import config_of
+from gemmconv.ops.schemas import Arguments, Options, Tensors, checked_problem
 
 
 def checked_torch_conv_transpose2d(input: Tensor, weight: Tensor, bias: Tensor | None, *geometry: Any) -> Tensor:
@@ -50,8 +51,7 @@ def is_left_to_torch(input: Tensor, weight: Tensor, bias: Tensor | None, argumen
     def decide() -> bool:
         options, tensors = Options(*arguments), _tensors_to_check((input, weight, bias), cast)
         problem = checked_problem("conv_transpose2d", tensors, None, options)
-        settings = options.precision, options.workspace_limit, memory_format(*tensors[:2]), bias is not None, algorithm
-        config = selection.current_config(problem, tensors[0].dtype, device, *settings)
+        config = config_of(problem, tensors[0], tensors[1], options, bias is not None, device)
         config = replace(config, trained=needs[1] and input.is_cpu)
         left = pairs.leaves_all_to_torch(config, algorithm, "conv_transpose2d", *needs)
         if left and algorithm == "auto":

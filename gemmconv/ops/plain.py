@@ -20,7 +20,7 @@ Each of the following asks ``find_call`` first. Where it finds nothing,
 
     a layer of images (module.py)                       calls conv_transpose2d
     conv_transpose2d, a compiled graph (compiled.py)    prepares it by ``prepare``, unless torch's operator is taken
-    a layer of signals                                  prepares it by ``prepare_signal``
+    a layer of signals                                  prepares it by ``prepare_signal``, else as the next row says
     conv_transpose1d (rank.py)                          calls conv_transpose2d on images
     a layer of volumes                                  calls conv_transpose3d
     conv_transpose3d (rank.py)                          prepares it by rules of its own (volumes.py)
@@ -63,7 +63,7 @@ def prepare(input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Argum
     """Prepare the call on tensors like these. Returns None if torch's dispatcher has to serve it.
 
     The caller has asked :func:`is_left_to_torch` before, and it was False. Where it is True, a call of torch's operator
-    does the same in less host time, with torch's own gradients.
+    does the same in less host time, with torch's own gradients. Nothing is wrong if it was not asked.
 
     Args:
         input, weight, bias: the input may be without a batch.
@@ -120,9 +120,9 @@ def _prepare_under_autocast(tensors: Tensors, arguments: Arguments) -> Call:
     if not casts_parameters(tensors, dtype):
         call = prepare_with_autograd(tuple(map(cast, tensors)), arguments)
         return lambda input, weight, bias: call(cast(input), cast(weight), cast(bias))
-    # Kernels are chosen by dtype, shapes and strides of all tensors after the cast (``after_cast``), and cast from the
-    # dtype of ``parameters``. There are no casts of weight and bias yet: tensors without data stand in for them. The
-    # prepared call keeps no tensor.
+    # Kernels are chosen by dtype, shapes and strides of all tensors after the cast: ``after_cast``. The input is cast
+    # here. Weight and bias are not, since the call will cast them from the dtype of ``parameters``: tensors without
+    # data, of the dtype after the cast, stand in for them. The prepared call keeps no tensor.
     input, *parameters = tensors
     after_cast = cast(input), *(without_data(one, dtype) for one in parameters)
     casting_call = prepare_with_autograd(after_cast, arguments, parameters=tuple(parameters))

@@ -57,7 +57,9 @@ from gemmconv.kernels.sm90.pixels_on_m import BLOCK_POSITIONS, CHUNK_BYTES, CONS
 _COST = costs_of("sm90/gemm_fold_pixels")  # gemmconv/costs/h200.json: unit, meaning, and what they were fitted to
 _MOST_POSITIONS = 2 * BLOCK_POSITIONS  # positions of an item
 _MOST_SUMS = 256  # lines of a line block times position blocks of an item; a thread keeps half that many sums
-_MOST_CELLS = 16  # cells for each input: with more, at least 15 of 16 cells have no input pixel of their own
+# Cells for each input. Much padding of the output makes cells that lie beside all inputs; with more than 16 for each
+# input, nearly all cells do, and columns are mostly of positions that read nothing.
+_MOST_CELLS = 16
 _FOLD_LINES = 32  # lines of a fold at least; fewer where two such folds do not fit shared memory
 _COLUMN_BYTES = 40 << 10  # bytes of shared memory that two folds may always take; folds of the least size may take more
 _MOST_COLUMN_BYTES = 72 << 10  # bytes that they may take as far as an item's inputs and two stages leave them
@@ -70,8 +72,25 @@ class Tile(PositionRows):
     """The work of a thread block of csrc/sm90/gemm_fold_pixels.cu. Words and example are those of the module.
 
     A tile may run with a kernel that was compiled for another size of the layer: see ``fitted`` below.
-    :class:`PositionRows` has the rest. In the example lines=144, sets=4, line_blocks=4, set_line_blocks=1, chunks=2,
-    slot_bytes=16,384, stage_bytes=18,432, bias_bytes=288, held=False, ring_sizes=(5, 5), piece=4.
+
+    The rest is inherited from :class:`PositionRows`, fields first:
+
+        name                   in the example    follows from
+        lines, sets            144, 4            (chosen: tiles_of tries them)
+        line_blocks            4                 channels, taps, lines
+        set_line_blocks        1                 line_blocks, sets
+        chunks                 2                 channels
+        slot_bytes             16,384            position_blocks
+        stage_bytes            18,432            lines
+        bias_bytes             288               lines, taps
+        bytes_beside_inputs    162,400           chunks, slot_bytes, stage_bytes, bias_bytes
+        held                   False             set_line_blocks, column_bytes, bytes_beside_inputs
+        ring_sizes             (5, 5)            held, slot_bytes, stage_bytes, bias_bytes, column_bytes
+        items                  128               batch, images, windows, sets
+        piece                  4                 inputs of an image, type
+
+    After a change `pytest tests/test_kernels.py -k fold_pixels` computes layers on a CPU, in a minute, and
+    `python -m tests.gates.choices COMMIT` tells which choices changed.
     """
 
     images: int  # images of an item; 1 where items are windows. In the example 2
@@ -130,8 +149,8 @@ class Tile(PositionRows):
 
         In the example 128 threads gather all cells, so two groups would fit; but 3 channels cannot be halved: one.
         """
-        most = CONSUMERS // self._position_parts  # 256 // 128
-        return math.gcd(self.fold_outs, power_of_two_within(most, most))
+        most = CONSUMERS // self._position_parts  # 256 // 128; 0 if one turn of a thread does not reach all parts
+        return math.gcd(self.fold_outs, power_of_two_within(most, most))  # of 0 this is 1
 
     @property
     def fold_turns(self) -> int:
@@ -160,9 +179,10 @@ class Tile(PositionRows):
         block_outs, unit = self.lines // self.problem.taps, math.lcm(8, self.problem.taps) // self.problem.taps
         wanted = max(_FOLD_LINES // self.problem.taps, CONSUMERS // self._position_parts, unit)
         candidates = [outs for outs in range(unit, block_outs + 1, unit) if block_outs % outs == 0]
-        # Two folds may take 40 KB. Where the layer has several line blocks they may take up to 72 KB, as far as all
-        # inputs of an item and two stages of weights leave it. (The number of sets has no part in this: ``fold_outs``
-        # is compiled in, and sets are not.) Whether inputs are ``held`` is decided later, by the bytes taken here.
+        # Two folds may always take 40 KB. Where the layer has several line blocks, inputs should be held, so that they
+        # are read once: beyond 40 KB folds take only what all inputs of an item and two stages of weights leave, and at
+        # most 72 KB. (Inputs need not be held then: ``held`` also asks whether a set has several line blocks. It is not
+        # asked here, since ``fold_outs`` is compiled in, and sets are not.)
         most = _COLUMN_BYTES
         if self.line_blocks > 1:
             most = max(most, min(_MOST_COLUMN_BYTES, self.bytes_beside_inputs))
@@ -244,7 +264,7 @@ def _fastest(tile: Tile, most: int) -> Tile | None:
         return None
     best = min(tiles, key=lambda one: one.cycles)
     # Three numbers: as many as fit; an equal share of the batch, in as many items; and so few that each multiprocessor
-    # has an item.
+    # has an item. Fewer images take no more of shared memory, whose slots are of whole position blocks.
     for_all = -(-p.batch * best.sets // tile.multiprocessors)
     counts = dict.fromkeys((most, even_share(p.batch, most), min(most, for_all)))
     return min((changed(best, images=images) for images in counts), key=lambda one: one.cycles)
@@ -285,7 +305,8 @@ class GemmFoldPixels(OneFormatForward):
         ``vector`` and ``piece``; its other macros follow from these and the layer's channels and taps. A size must have
         the same of each; its items may have fewer positions than the position blocks hold. Images of an item, sets and
         windows are arguments of the kernel. So the example's kernel serves 100 images of 4 x 4, with four in an item of
-        64 positions, and 7 of 12 x 10, one in an item of 120, but none of 16 x 16, which take two position blocks.
+        64 positions (eight would fit, for which there were fewer items than multiprocessors), and 7 of 12 x 10, one in
+        an item of 120, but none of 16 x 16, which take two position blocks.
         """
         p, positions = config.problem, tile.position_blocks * BLOCK_POSITIONS
         if not pixels_on_m.serves(p, tile.itemsize, tile.multiprocessors):
