@@ -2,6 +2,7 @@
 
     python -m benchmarks.cpu                                             # the 26 layers of the suite probe, forward
     python -m benchmarks.cpu --suite random --passes forward,input_grad,weight_grad    # rows to fit a rule to
+    python -m benchmarks.cpu --suite networks --passes forward,input_grad,weight_grad  # others: layers of the networks
     python -m benchmarks.cpu --networks                                  # four networks: inference and training steps
 
 A row is a contender beside torch. ``torch_ms`` and ``ms`` are medians, and ``ratio`` is the median of torch's time over
@@ -36,7 +37,7 @@ from benchmarks import environment
 from benchmarks.commands import chosen, separated
 from benchmarks.contenders import DEFAULTS, LAYOUTS
 from benchmarks.measure import error_bar, first_line, verdict
-from benchmarks.networks import UNet, dcgan, errors_of, fsrcnn, hifigan
+from benchmarks.networks import UNet, dcgan, errors_of, fsrcnn, hifigan, layers_of
 from benchmarks.random_layers import random_layers
 from benchmarks.reference import Tensors, random_tensors, reference
 from benchmarks.results import RESULTS, replace_file, table_text
@@ -101,6 +102,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, int, int]]] = {
     "fsrcnn": (fsrcnn, (1, 128, 128)),
     "hifigan": (hifigan, (80, 1, 32)),
 }
+_BATCHES = 1, 2, 8  # of layers of networks
 _RATE = 1e-6  # learning rate: the optimizer does its work, and the weights stay nearly what they are
 
 Row = dict[str, Any]
@@ -422,7 +424,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.cpu", description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
     add("--networks", action="store_true", help=f"whole networks ({', '.join(NETWORKS)}) in place of layers")
-    add("--suite", choices=("probe", "random"), default="probe", help="which layers (default: probe)")
+    add("--suite", choices=("probe", "networks", "random"), default="probe", help="which layers (default: probe)")
     add("--seed", type=int, default=0, help="of the suite random (default: 0)")
     add("--passes", type=separated, metavar="P", help=f"of {', '.join(PASSES)} (default: forward)")
     add("--algorithms", type=separated, metavar="A", help=f"of {', '.join(ALGORITHMS)} (default: all)")
@@ -449,13 +451,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     about, is_random, rows = machine(), how.suite == "random", list[Row]()
     print(", ".join(f"{name} {value}" for name, value in about.items()))
     probe = [Workload(name, "probe", *parse_layer(text)) for name, text in _PROBE.items()]
-    layers = random_layers(how.seed) if is_random else probe
+    of_networks = [
+        one
+        for name, (make, shape) in NETWORKS.items()
+        for batch in _BATCHES
+        for one in layers_of(f"{name} n{batch} ", (batch, *shape), make)
+    ]
+    layers = {"probe": probe, "networks": of_networks}.get(how.suite) or random_layers(how.seed)
     visits: list[Callable[[], Iterator[list[Row]]]]
     if how.networks:
         stem = "networks" if how.dtype == "float32" else f"networks-{how.dtype}"
         visits = [partial(network_rows, name, how) for name in NETWORKS if how.only in name]
     else:
-        stem = f"{f'random-{how.seed}' if is_random else 'probe'}-{'+'.join(how.passes)}-{how.dtype}"
+        stem = f"{f'random-{how.seed}' if is_random else how.suite}-{'+'.join(how.passes)}-{how.dtype}"
         found = [layer for layer in layers if how.only in layer.name or how.only in layer.layer]
         visits = [lambda one=one: layer_rows(sized(one) if is_random else one, how) for one in found]  # type: ignore[misc]
     folder = how.out or RESULTS / "cpu" / folder_name(about)

@@ -1,6 +1,6 @@
 """Fit the rule by which `auto` chooses on a CPU: rows of `python -m benchmarks.cpu` become speedup.npz.
 
-    python -m benchmarks.cpu_fit            # from all files of random layers under benchmarks/results/cpu
+    python -m benchmarks.cpu_fit            # from all files under benchmarks/results/cpu
 
 Rows of `fused` beside torch, each pass apart, are sorted by instruction set, pass, memory format and type. For each
 group the logarithm of torch's time over ours is fitted in the logarithms of the layer's sizes, as
@@ -27,7 +27,7 @@ from gemmconv.kernels.measured import scaled_sizes
 _MOST = 1.7  # logarithm to base 2 beyond which a row counts no more: by how much a choice is right does not matter
 _FEWEST = 60  # rows of a group
 _WORTH, _MOST_LOST = 1.02, 1 / 20  # what choosing must gain on average, and the share of what it takes that may lose
-_FOLDS = 10
+_FOLDS, _NOISE = 10, 0.1  # noise: of a row, to what layers near each other have in common
 _LANES = {"avx512": (8, 16, 3), "avx2": (4, 8, 3)}  # rows, lanes and vectors of float32's register tile
 
 
@@ -45,22 +45,20 @@ def _problem(row: dict[str, str]) -> Problem:
     return Problem(*counts, *(pair(name) for name in ("in", "k", "s", "p", "op", "d")))  # type: ignore[arg-type]
 
 
-def _rows() -> dict[str, list[tuple[list[float], float, float]]]:
-    """For each group its rows: sizes, the logarithm of the ratio, and that from which the rule takes the layer."""
+def _rows() -> dict[str, list[tuple[Config, Any, float]]]:
+    """For each group its rows: configuration, pass, and the logarithm of the ratio."""
     found = defaultdict(list)
-    for path in sorted((RESULTS / "cpu").glob("*/random-*.csv")):
+    for path in sorted((RESULTS / "cpu").glob("*/*.csv")):
         head, table = read_table(path.read_text())
         _as_on(head["isa"])
         for row in table:
-            if row["status"] != "ok" or row["algorithm"] != "fused" or row["pass"] == "both":
+            if row["status"] != "ok" or row["algorithm"] != "fused" or row.get("pass", "both") == "both":
                 continue
             memory_format = torch.channels_last if row["memory_format"] == "channels_last" else torch.contiguous_format
             dtype, direction = getattr(torch, row["dtype"]), row["pass"]
             config = Config(_problem(row), dtype, torch.device("cpu"), memory_format=memory_format)
-            values = [*estimate.sizes(config, direction).values()]  # type: ignore[arg-type]
-            least = estimate.least_speedup(config, direction)  # type: ignore[arg-type]
             key = estimate.key_of(config, direction)  # type: ignore[arg-type]
-            found[key].append((values, math.log2(float(row["ratio"])), math.log2(least)))
+            found[key].append((config, direction, math.log2(float(row["ratio"]))))
     return found
 
 
@@ -75,7 +73,8 @@ def _fit(values: Any, ratios: Any) -> Any:
     mean, spread = values.mean(0), values.std(0)
     mean[0], spread[0], spread[spread < 1e-9] = 0.0, 1.0, math.inf  # a size may not vary
     scaled = np.array([scaled_sizes(one, mean, spread) for one in values])
-    coefficients, near, layers = fit.fitted(scaled, np.clip(ratios, -_MOST, _MOST), by_neighbours=True)
+    off = np.clip(ratios, -_MOST, _MOST)
+    coefficients, near, layers = fit.fitted(scaled, off, True, _NOISE, estimate.WIDTH)
     layers[:, 0] = near
     return np.array([mean, spread, coefficients, *layers])
 
@@ -84,15 +83,18 @@ def main() -> None:
     """Fit, print, write."""
     fits = {}
     for key, rows in sorted(_rows().items()):
-        values, ratios, least = (np.array(of) for of in zip(*rows, strict=True))
         if len(rows) < _FEWEST:
             print(f"{key}: {len(rows)} rows are too few")
             continue
-        expected, folds = np.zeros(len(rows)), np.arange(len(rows)) % _FOLDS
+        _as_on(key.split()[0])
+        values = np.array([[*estimate.sizes(config, direction).values()] for config, direction, _ in rows])
+        ratios, folds = np.array([row[2] for row in rows]), np.arange(len(rows)) % _FOLDS
+        taken = np.zeros(len(rows), bool)
         for fold in range(_FOLDS):
-            fits[key] = _fit(values[folds != fold], ratios[folds != fold])
-            expected[folds == fold] = [estimate.logarithm(fits[key], one) for one in values[folds == fold]]
-        taken = expected > least
+            others = _fit(values[folds != fold], ratios[folds != fold])
+            for i in np.flatnonzero(folds == fold):
+                expected, least = estimate.speedups_by(others, *rows[i][:2])
+                taken[i] = expected > least
         chosen, best = np.where(taken, ratios, 0.0), np.maximum(ratios, 0.0)
         lost = np.sort(2 ** ratios[taken & (ratios < math.log2(0.97))])
         print(

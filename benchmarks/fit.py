@@ -156,7 +156,9 @@ def _part(layer: str) -> int:
     return sum(layer.encode()) % _FOLDS
 
 
-def fitted(scaled: Array, off: Array, by_neighbours: bool) -> tuple[Array, Array, Array]:
+def fitted(
+    scaled: Array, off: Array, by_neighbours: bool, noise: float = _NOISE, width: float = measured.WIDTH
+) -> tuple[Array, Array, Array]:
     """Weights of scaled sizes, and where neighbours count what each layer adds, with where it lies."""
     belief = (_RIDGE if by_neighbours else _FEW_RIDGE) * np.eye(scaled.shape[1])
     belief[0, 0] = 1e-9
@@ -164,12 +166,12 @@ def fitted(scaled: Array, off: Array, by_neighbours: bool) -> tuple[Array, Array
     if not by_neighbours:
         return weights, np.zeros(0), scaled[:0]
     left = off - scaled @ weights
-    near = np.linalg.solve(_nearness(scaled, scaled) + _NOISE * np.eye(len(off)), left)
+    near = np.linalg.solve(_nearness(scaled, scaled, width) + noise * np.eye(len(off)), left)
     return weights, near, scaled
 
 
-def _nearness(one: Array, other: Array) -> Array:
-    return np.asarray(measured.nearness(one[:, None, 1:], other[None, :, 1:]))
+def _nearness(one: Array, other: Array, width: float = measured.WIDTH) -> Array:
+    return np.asarray(measured.nearness(one[:, None, 1:], other[None, :, 1:], width))
 
 
 def at(scaled: Array, weights: Array, near: Array, known: Array) -> Array:

@@ -133,8 +133,12 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], Shape, Shape]] = {
 }
 
 
-def layers_of(name: str, shape: Shape) -> list[Workload]:
-    """The transposed convolutions of a network, found on the device that computes nothing."""
+def layers_of(name: str, shape: Shape, make: Callable[[], nn.Module] | None = None) -> list[Workload]:
+    """The transposed convolutions of a network (of that name, by default), found on the device that computes nothing.
+
+    >>> [one.layer for one in layers_of("fsrcnn", (16, 1, 8, 8))]
+    ['n16 c56x1 k9 h8 w8 s3 p4 op2 bias']
+    """
     found: list[Workload] = []
 
     def note(module: nn.ConvTranspose2d, inputs: tuple[Tensor], output: Tensor) -> None:
@@ -144,7 +148,7 @@ def layers_of(name: str, shape: Shape) -> list[Workload]:
         found.append(Workload(f"{name}{len(found) + 1}", "networks", problem, m.bias is not None))
 
     with torch.device("meta"):
-        network, images = NETWORKS[name][0](), torch.empty(shape)
+        network, images = (make or NETWORKS[name][0])(), torch.empty(shape)
     for module in network.modules():
         if isinstance(module, nn.ConvTranspose2d):
             module.register_forward_hook(note)

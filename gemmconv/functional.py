@@ -117,7 +117,7 @@ def conv_transpose2d(
         return ops.checked_torch_conv_transpose2d(input, weight, bias, *geometry)
     if input.is_complex() and algorithm in ("auto", "native"):  # 2
         return torch.conv_transpose2d(input, weight, bias, *geometry)
-    # is_left_to_torch may raise an error, if shapes do not fit together.
+    # is_left_to_torch may raise an error, if shapes do not fit together. With a key of None nothing is cached.
     if is_eager and (input.is_cuda or input.is_cpu) and ops.is_left_to_torch(input, weight, bias, arguments):  # 3
 
         def torchs_call(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -5,6 +5,10 @@ import torch
 
 import gemmconv
 from gemmconv.dispatch import are_dense, is_exporting
+from gemmconv.ops import call_cache, implementation
+from gemmconv.ops.configs import Convention
+from gemmconv.ops.implementation import prepare_call
+from gemmconv.ops.schemas import Options
 from tests.samples import Operators
 
 
@@ -38,6 +42,36 @@ def test_other_tensors_are_not_dense(change, images, weight):
             assert are_dense(images[:, ::2].transpose(2, 3), weight + 1, torch.nn.Parameter(weight), None)
             assert not are_dense(change(images), weight)
             assert not are_dense(weight, change(images))
+
+
+def test_a_call_is_prepared_for_each_setting(monkeypatch):
+    """All fields of Options and of Convention, what a call's tensors are, and torch's precision are in the key."""
+
+    def prepared(convention=None, shape=(1, 4, 5, 6), dtype=torch.float32, bias=False, last=False, **options):
+        x, weight = torch.zeros(shape, dtype=dtype), torch.zeros(4, 4, 3, 3, dtype=dtype)
+        x = x.contiguous(memory_format=torch.channels_last) if last else x
+        options = Options(**{"stride": (2, 2), "padding": (1, 1), "algorithm": "direct", **options})
+        return prepare_call("forward", (x, weight, weight[0, 0, 0] if bias else None), None, options, convention)
+
+    made = []
+    monkeypatch.setattr(call_cache, "entries", {})
+    monkeypatch.setattr(implementation, "_prepare_or_fall_back", lambda *given: made.append(given) or object())
+    options = {"stride": (3, 2), "padding": (0, 1), "output_padding": (1, 0), "groups": 2, "dilation": (1, 2)}
+    options |= {"algorithm": "native", "precision": "tf32", "workspace_limit": 1 << 20}
+    conventions = {"weight_grad_strides": (9, 9, 3, 1), "with_bias_grad": True, "parameter_dtype": torch.float32}
+    conventions |= {"returns_casts": True, "trained": True, "is_signal": True}
+    assert options.keys() | conventions.keys() == {*Options._fields, *Convention._fields}, "add what is missing here"
+    prepared()
+    prepared()
+    assert len(made) == 1
+    tensors = {"shape": (1, 4, 6, 5), "dtype": torch.float64, "bias": True, "last": True}
+    for name, value in (options | tensors).items():
+        prepared(**{name: value})
+    for name, value in conventions.items():
+        prepared(Convention(**{name: value}))
+    monkeypatch.setattr(implementation.selection, "torch_precision", lambda *of: "tf32")
+    prepared()
+    assert len(made) == 1 + len(options | tensors | conventions) + 1
 
 
 @pytest.mark.parametrize("algorithm", ["gemm_col2im", "native"])

@@ -44,8 +44,8 @@
  *   kTaps, kPositions, kBlockOuts   taps of the kernel, positions of an item, output channels of a line block
  *   divided, each  a division by a reciprocal; a loop whose index is known to the compiler
  *
- * Safe to change here alone: which threads write which columns. Which cells a thread gathers is decided in gather too,
- * in fold_smem.cuh, and must be the same there. Macros and bytes of shared memory are the host's: static_asserts and
+ * Safe to change here alone: which threads write which columns. Which cells a thread gathers is part_of in fold_smem.cuh,
+ * for this file and for gather. Macros and bytes of shared memory are the host's: static_asserts and
  * tests find where the two disagree. To try a change without a GPU,
  * `python -m pytest tests/test_kernels.py -k fold_pixels` runs this file on a CPU. It finds barriers that are waited
  * for in vain, shared memory that is read before it was written, and wrong sums.
@@ -56,9 +56,15 @@
 
 // Lines of a fold; folds of a line block; floats of a fold's columns. In the example 48, 3 and 48 * 132.
 constexpr int kFoldLines = FOLD_OUTS * kTaps, kFolds = LINES / kFoldLines, kFoldFloats = kFoldLines * FOLD_PITCH;
-// Chunks that multiply takes before its loop. Inputs are loaded to one of two sets of registers while products read the
-// other. Registers have no index at run time, so the loop's body uses both sets: for two chunks, and a single or odd one
-// (CHUNK_CLASS 1 or 3) goes before the loop; or, with two position blocks, for those of one chunk.
+/* Chunks that multiply takes before its loop. It loads inputs to two sets of registers by turns. Since registers have no
+ * index at run time, the loop's body must begin with the same set each time, so it has an even number of loads:
+ *
+ *   POSITION_BLOCKS   chunks         CHUNK_CLASS (from the host)   before the loop   the body
+ *   1                 1              1                             1 chunk           is not reached
+ *   1                 2, 4, ...      2                             none              two chunks, a load each
+ *   1                 3, 5, ...      3                             1 chunk           two chunks, a load each
+ *   2                 any number     1                             none              one chunk, a load for each block
+ */
 constexpr int kPeeled = POSITION_BLOCKS == 1 ? CHUNK_CLASS % 2 : 0;
 static_assert(kFoldLines % 8 == 0 && LINES % kFoldLines == 0, "a fold has whole groups of 8 lines, as wgmma has them");
 static_assert(FOLD_PITCH % 8 == 4 && kPositions <= FOLD_PITCH, "half a warp writes columns to different banks");
@@ -164,19 +170,19 @@ __device__ __forceinline__ void consume(const pixels_on_m_params& p, int warp) {
         const int member = (threadIdx.x - kProducers) % kGroupThreads;
         cell_place_t kept[kKept];
         #pragma unroll
-        for (int i = 0; i < kKept; ++i) kept[i] = cell_of(p, item, (i * kGroupThreads + member) / kParts);
+        for (int i = 0; i < kKept; ++i) kept[i] = cell_of(p, item, part_of<kGroupThreads>(i, member) / kParts);
         // If kKept is 1, `% kKept` is the constant 0, so that kept[0] stays in registers.
         const auto kept_cell = [&](int turn, int i) { return turn < kKept ? kept[turn % kKept] : cell_of(p, item, i); };
         #pragma unroll 1
-        for (int block = 0; block < item.line_blocks; ++block) {
+        for (int line_block = 0; line_block < item.line_blocks; ++line_block) {
             // `first_out` is 0, 9, 18 or 27. Of output channels 27 to 35, fold 1 has two that exist, and fold 2 none.
-            const int first_out = (item.line_block + block) * kBlockOuts;
+            const int first_out = (item.line_block + line_block) * kBlockOuts;
             const biases_t block_biases(p, first_out);  // loaded while products run
             // If inputs are held, every line block reads the same slots, from `slots` on; the last one frees them, and
             // `slots` moves on to those of the next item. Otherwise each line block has slots of its own.
             float sums[POSITION_BLOCKS][LINES / 2];  // 72
             ring_t block_slots = slots;
-            const bool frees = !p.held || block + 1 == item.line_blocks;
+            const bool frees = !p.held || line_block + 1 == item.line_blocks;
             multiply<kPaired, kPeeled>(p, sums, stages, block_slots, warp, frees, nothing_meanwhile);
             if (frees) slots = block_slots;
             block_biases.share(p, warp);

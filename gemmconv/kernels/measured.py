@@ -109,9 +109,9 @@ def scaled_sizes(values: Sequence[float], mean: Any, spread: Any) -> Any:
     return scaled
 
 
-def nearness(layers: Any, scaled: Any) -> Any:
+def nearness(layers: Any, scaled: Any, width: float = WIDTH) -> Any:
     """How near a layer is to others, from 0 to 1, by its scaled sizes and theirs, a row for each."""
-    return np.exp(-WIDTH * ((layers - scaled) ** 2).sum(-1))
+    return np.exp(-width * ((layers - scaled) ** 2).sum(-1))
 
 
 @lru_cache(maxsize=8192)

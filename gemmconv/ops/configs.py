@@ -22,8 +22,21 @@ Prepared = Callable[..., Any]  # a prepared call: what it takes and returns is s
 class Convention(NamedTuple):
     """What a prepared call takes and returns where that differs from its operator.
 
-    implementation.py has a table of the fields, with those who set them. By default a call takes and returns what its
-    operator does, except that strides are those of a contiguous tensor.
+    By default a call takes and returns what its operator does, with the strides of contiguous tensors:
+
+        forward    call(input, weight, bias) -> output
+        gradients  call(grad_output, input, weight) -> grad_input, grad_weight    (one gradient takes two of the three)
+
+    Fields change that as follows; in brackets the modules of gemmconv/ops that set them. "w32" is a float32 tensor.
+
+        weight_grad_strides  grad_weight has these strides (autograd.py: the weight's own; default_convention below)
+        with_bias_grad       ... -> grad_input, grad_weight, grad_bias (autograd.py, volumes.py)
+        parameter_dtype      float32, under autocast: call(input, w32, b32) -> output casts w32 and b32 in one launch;
+                             gradients of parameters are float32 too (recording.py, autograd.py, compiled.py)
+        returns_casts        with parameter_dtype: ... -> output, cast weight, cast bias: autograd saves the casts, and
+                             later calls of that autocast block reuse them (recording.py)
+        trained              forward on a CPU: no packed weight is kept, since the weight will change (recording.py)
+        is_signal            call(input [N, C, L], weight [C, C_out, K], bias) -> output [N, C_out, L] (recording.py)
     """
 
     weight_grad_strides: Strides | None = None
@@ -38,7 +51,7 @@ DEFAULT_CONVENTION = Convention()  # made once, since known calls ask for it
 
 
 def default_convention(direction: Pass, tensors: Tensors) -> Convention:
-    """The convention of an operator's schema: ``grads`` gives a channels_last weight a gradient in channels_last."""
+    """The convention of an operator's schema: in ``grads`` a channels_last weight has a gradient in channels_last."""
     if direction != "grads" or memory_format(tensors[2], tensors[2]) is torch.contiguous_format:
         return DEFAULT_CONVENTION
     return Convention(strides_of(tensors[2].shape, torch.channels_last))

@@ -23,38 +23,20 @@ Who calls whom, the first time. An eager call bypasses the dispatcher; others re
 On a CPU and for torch's operator there is no program: the algorithm prepares the call itself. Layers on volumes have
 operators of their own, in volumes.py.
 
-To save launches some prepared calls take and return other tensors than the operator does. Who asks for such a call says
-so by a Convention (configs.py). This file makes it part of the key and passes it on to forward.py and gradients.py,
-which act on it. Its fields, all of them off by default (but ``default_convention`` in configs.py sets the first):
+A caller may ask for a call that takes or returns other tensors than the operator does: for example, under autocast, for
+call(input bf16, weight float32, bias float32) -> output bf16, which casts weight and bias in a kernel of ours. It says
+so by a Convention (configs.py has its fields, with an example of each). This file makes the Convention part of the key
+and passes it on: forward.py and gradients.py prepare such calls. None stands for what the operator takes and returns.
 
-    field                passes     set by                         the call
-    weight_grad_strides  gradients  autograd, configs              returns the weight's gradient in these strides
-    with_bias_grad       gradients  autograd, volumes              returns the bias's gradient too, after the others
-    parameter_dtype      all        recording, autograd, compiled  takes weight and bias in this dtype (float32, under
-                                                                   autocast), casts them, returns their gradients in it
-    returns_casts        forward    recording                      returns these casts too; only with parameter_dtype
-    trained              forward    recording                      keeps no packed weight on a CPU: it will change
-    is_signal            forward    recording                      takes and returns signals: images in memory
+To change something:
 
-For example a forward pass with ``parameter_dtype`` is call(input bf16, weight float32, bias float32) -> output bf16.
+    how a call is found, or that it falls back    here: each function does one of these
+    what is checked and chosen                    configs.py, selection.py, pairs.py
+    what a call takes, returns and launches       a field of Convention, and forward.py or gradients.py
+    a setting, such as ``workspace_limit``        docs/guide/contributing.md has the steps; this file needs no change
 
-How to add a setting of a call, as ``workspace_limit`` is one, that all kernels can read:
-
-    schemas.py        _OPTIONS and Options: the last one, with a default; now operators take it, and keys have it
-    kernels/base.py   Config: a field, which kernels read
-    selection.py      current_config: an argument, which fills that field
-    configs.py        config_of: pass it on from Options
-    validation.py     choice: its check
-    functional.py     conv_transpose2d: an argument, added to ``options`` and (for arrays) to ``named``
-    module.py         a class attribute with the default, for old pickles; the constructor; ``_settings``
-    rank.py, volumes.py, explain.py    as functional.py; volumes.py has schemas and a record of settings of its own
-
-It comes last since plain.py and left_to_torch.py find the first six arguments (geometry, algorithm) by position. This
-file passes it on with all others: it needs no change, nor do forward.py and gradients.py. A field of Convention needs a
-default there, who sets it, and forward.py or gradients.py to act on it; it is part of the key as it is.
-
-``pytest tests/test_{dispatch,rank,fallback,compiled,autocast}.py`` runs each line of this file and of plain.py, without
-a GPU, in two minutes.
+``pytest tests/test_{dispatch,rank,fallback,compiled,autocast}.py`` runs each line of this file, without a GPU, in two
+minutes. The first of these has a test that fails if a setting is missing in the key.
 """
 
 from __future__ import annotations
@@ -113,9 +95,9 @@ def prepare_call(
     call that was prepared here, and records an autograd node.
     """
     convention = convention or default_convention(direction, tensors)
-    # All that the choice and the kernels depend on must be in the key, or a call would be found for another one. The
-    # arguments are there as bytes, which are made faster than tuples; where sizes of a traced graph are symbols, which
-    # have no bytes, as values.
+    # All that the choice and the kernels depend on must be in the key, or a call would be found for another one:
+    # tests/test_dispatch.py changes each, and expects another call. The arguments are there as bytes, which are made
+    # faster than tuples; where sizes of a traced graph are symbols, which have no bytes, as values.
     given = arguments_key((target_size, arguments)) or (target_size, Options(*as_hashable(arguments)))
     precision = selection.torch_precision(tensors[0].dtype, tensors[0].device)  # the user may change it between calls
     key = (direction, *map(tensor_signature, tensors), given, precision, convention)

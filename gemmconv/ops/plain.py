@@ -62,8 +62,8 @@ def find_call(input: Tensor, weight: Tensor, bias: Tensor | None, arguments_key:
 def prepare(input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Arguments) -> Call | None:
     """Prepare the call on tensors like these. Returns None if torch's dispatcher has to serve it.
 
-    The caller has asked :func:`is_left_to_torch` before, and it was False. Where it is True, a call of torch's operator
-    does the same in less host time, with torch's own gradients. Nothing is wrong if it was not asked.
+    Whether torch's operator is chosen for the call and its gradients is not asked here: functional.py asks it before,
+    since calling torch's operator itself takes less host time than the call that this function would prepare.
 
     Args:
         input, weight, bias: the input may be without a batch.
@@ -88,8 +88,8 @@ def prepare(input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Argum
 def prepare_signal(input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Arguments) -> Call | None:
     """Prepare a call on a batch of signals, computed as images of height 1.
 
-    Returns None under autocast, and if torch's dispatcher has to serve the call. Layers do not ask is_left_to_torch
-    before. So this function does, and where it is True the prepared call is one of torch's operator.
+    Returns None under autocast, and if torch's dispatcher has to serve the call. Its caller, a layer, has not asked
+    whether torch's operator is chosen. So this function does, and then the prepared call is one of torch's operator.
 
     Args:
         input, weight, bias: ``[N, C_in, L]``, ``[C_in, C_out/groups, K]`` and ``[C_out]``, not checked.

@@ -38,6 +38,10 @@ using pair_t = vector_of<float, 2>;  // neighbouring columns, written at once
 /* Whether a cell exists, its image, its row and column there, and the position of its columns in each line of columns. */
 struct cell_place_t { bool exists; int image, row, column, position; };
 
+/* The part that thread `member` of THREADS gathers in a turn, counted through all cells, kParts of each. */
+template <int THREADS>
+__device__ constexpr int part_of(int turn, int member) { return turn * THREADS + member; }
+
 /* Gathers OUTS output channels of `channels`, from `out` on, of so many cells, and stores the outputs; WHOLE if all OUTS
  * exist. THREADS threads call it, of which this is number `member`, and have at most TURNS cells each, or parts of them.
  * cell_of(turn, i) says where the i-th cell is. What does not exist (cells, inputs, outputs, channels) is skipped.
@@ -49,7 +53,7 @@ __device__ __forceinline__ void gather(
     const int out_h = image.out_h(), out_w = image.out_w();
     #pragma unroll (TURNS * OUTS * kTaps <= 64 ? TURNS : 1)
     for (int turn = 0; turn < TURNS; ++turn) {
-        const int i = turn * THREADS + member;
+        const int i = part_of<THREADS>(turn, member);
         if (i >= cells * kParts) continue;
         const cell_place_t cell = cell_of(turn, i / kParts);
         const int cell_h = cell.row, cell_w = cell.column;

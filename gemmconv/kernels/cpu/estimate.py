@@ -13,7 +13,6 @@ benchmarks.cpu`` in the tree. Passes without an array are left to torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, lru_cache
 from pathlib import Path
@@ -35,13 +34,17 @@ CYCLES = 2.5e9  # a second
 _PACK_SECONDS = 1.8e-9  # to pack one weight by one thread (AVX2 and AVX-512, layers of 2 million weights)
 # About the times of gemm_col2im and of direct over that of an implicit product: auto never takes these two on a CPU.
 COLUMNS, DIRECT = 2.0, 8.0
-# The expected speedup from which auto takes the implicit product: for forward passes in float32, NCHW, and for others.
-# In cross-validation over 800 random layers on AVX-512, none of 485 forward passes that are taken so has less than 0.97
-# of torch's speed.
-_LEAST_IN_FLOAT32, _LEAST = 1.6, 2.0
-# Where the rule errs most: small images, depthwise layers, whose planes are little work each, and layers without
-# strides that compute much more between rows than in them.
-_LEAST_OF_RISK, _FEW_PIXELS, _MUCH_WASTE = 2.5, 100, 0.5  # "waste" of :func:`sizes`
+WIDTH = 0.1  # of the Gaussian kernel, for :func:`gemmconv.kernels.measured.nearness`
+# auto takes the implicit product if its expected speedup, less a margin for the rule's error, is at least _LEAST. The
+# margin, a logarithm to base 2, is that of a layer that is like no measured one, and less if the nearest is near. It is
+# the first for forward passes, the second for gradients, and the last where the rule errs most: small images, depthwise
+# layers, whose planes are little work each, and layers without strides that compute much more between rows than in them.
+# In 16 bits it is 1.0 always: times of oneDNN's kernels differ so much that a near layer tells little. In
+# cross-validation over 800 random layers on AVX-512, none of the 433 forward passes in float32 that are taken so has
+# less than 0.97 of torch's speed, and 4 of 125 gradients; in bfloat16 3 of 127 forward passes.
+_LEAST, _MARGINS = 1.2, (1.2, 1.5, 2.4)
+_CERTAIN = 0.02  # share of the margin's square that is left for a layer that was measured
+_FEW_PIXELS, _MUCH_WASTE = 100, 0.5  # "waste" of :func:`sizes`
 
 
 @lru_cache(maxsize=1024)
@@ -98,16 +101,6 @@ def sizes(config: Config, direction: Pass) -> dict[str, float]:
     }
 
 
-def least_speedup(config: Config, direction: Pass) -> float:
-    """The expected speedup from which the implicit product is taken, since the rule errs."""
-    p, values = config.problem, sizes(config, direction)
-    is_wasteful = max(p.stride) == 1 and values["waste"] > _MUCH_WASTE
-    if values["is_depthwise"] or is_wasteful or p.in_pixels < _FEW_PIXELS:
-        return _LEAST_OF_RISK
-    is_best_known = direction == "forward" and config.dtype == torch.float32 and not config.channels_last
-    return _LEAST_IN_FLOAT32 if is_best_known else _LEAST
-
-
 def key_of(config: Config, direction: Pass) -> str:
     """The name of the array of a fit."""
     return f"{isa_name()} {direction} {FORMAT_NAMES[config.memory_format]} {short_name(config.dtype)}"
@@ -119,20 +112,35 @@ def _fits() -> dict[str, Any]:
         return {key: file[key].astype(np.float64) for key in file.files}
 
 
-@lru_cache(maxsize=4096)
 def speedup(config: Config, direction: Pass) -> float:
     """The expected speedup of the implicit product over torch's operator; 0 if the rule does not cover the layer."""
+    return _speedups(config, direction)[0]
+
+
+def least_speedup(config: Config, direction: Pass) -> float:
+    """The expected speedup from which the implicit product is taken."""
+    return _speedups(config, direction)[1]
+
+
+@lru_cache(maxsize=4096)
+def _speedups(config: Config, direction: Pass) -> tuple[float, float]:
     p, fit = config.problem, _fits().get(key_of(config, direction))
     if fit is None or not p.useful_flops or min(p.output_shape) < 1 or math.prod(p.stride) > MOST_CLASSES:
-        return 0.0
-    return float(2 ** logarithm(fit, [*sizes(config, direction).values()]))
+        return 0.0, _LEAST
+    return speedups_by(fit, config, direction)
 
 
-def logarithm(fit: Any, values: Sequence[float]) -> Any:
-    """The logarithm of the expected speedup, by an array of speedup.npz and a layer's sizes."""
+def speedups_by(fit: Any, config: Config, direction: Pass) -> tuple[float, float]:
+    """The expected speedup by an array of speedup.npz, and that from which the implicit product is taken."""
+    p, values = config.problem, sizes(config, direction)
     mean, spread, coefficients, *_ = fit
-    scaled = scaled_sizes(values, mean, spread)
-    return coefficients @ scaled + fit[3:, 0] @ nearness(fit[3:, 1:], scaled[1:])
+    scaled = scaled_sizes([*values.values()], mean, spread)
+    near = nearness(fit[3:, 1:], scaled[1:], WIDTH)
+    is_wasteful = max(p.stride) == 1 and values["waste"] > _MUCH_WASTE
+    is_risky = values["is_depthwise"] or is_wasteful or p.in_pixels < _FEW_PIXELS
+    margin = _MARGINS[2 if is_risky else int(direction != "forward")] * math.sqrt(1 + _CERTAIN - near.max() ** 2)
+    margin = 1.0 if config.dtype.itemsize == 2 else margin
+    return float(2 ** (coefficients @ scaled + fit[3:, 0] @ near)), float(_LEAST * 2**margin)
 
 
 def fused_seconds(config: Config, direction: Pass) -> float:
@@ -150,5 +158,5 @@ def native_seconds(config: Config, direction: Pass) -> float:
     """Seconds of torch's operator by the rule, divided by :func:`least_speedup`; see :func:`fused_seconds`."""
     if isa_name() is None:
         return math.inf
-    config = replace(config, trained=False)
-    return fused_seconds(config, direction) * speedup(config, direction) / least_speedup(config, direction)
+    expected, least = _speedups(config := replace(config, trained=False), direction)
+    return fused_seconds(config, direction) * expected / least

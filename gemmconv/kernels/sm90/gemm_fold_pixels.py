@@ -93,7 +93,7 @@ class Tile(PositionRows):
     `python -m tests.gates.choices COMMIT` tells which choices changed.
     """
 
-    images: int  # images of an item; 1 where items are windows. In the example 2
+    images: int  # images of an item; 1 if items are windows. In the example 2
     window: int  # positions of each image that an item has: all of them, or a part of its only row. In the example 64
     # :attr:`position_blocks` and :attr:`fold_turns` of the compiled kernel that this tile reuses at another size; else
     # (1, 1)
@@ -179,10 +179,8 @@ class Tile(PositionRows):
         block_outs, unit = self.lines // self.problem.taps, math.lcm(8, self.problem.taps) // self.problem.taps
         wanted = max(_FOLD_LINES // self.problem.taps, CONSUMERS // self._position_parts, unit)
         candidates = [outs for outs in range(unit, block_outs + 1, unit) if block_outs % outs == 0]
-        # Two folds may always take 40 KB. Where the layer has several line blocks, inputs should be held, so that they
-        # are read once: beyond 40 KB folds take only what all inputs of an item and two stages of weights leave, and at
-        # most 72 KB. (Inputs need not be held then: ``held`` also asks whether a set has several line blocks. It is not
-        # asked here, since ``fold_outs`` is compiled in, and sets are not.)
+        # Two folds may always take 40 KB. If the layer has several line blocks, inputs may be held later. Then folds
+        # may take more, at most 72 KB, as long as all inputs of an item and two stages of weights fit beside them.
         most = _COLUMN_BYTES
         if self.line_blocks > 1:
             most = max(most, min(_MOST_COLUMN_BYTES, self.bytes_beside_inputs))
@@ -263,8 +261,8 @@ def _fastest(tile: Tile, most: int) -> Tile | None:
     if not tiles:
         return None
     best = min(tiles, key=lambda one: one.cycles)
-    # Three numbers: as many as fit; an equal share of the batch, in as many items; and so few that each multiprocessor
-    # has an item. Fewer images take no more of shared memory, whose slots are of whole position blocks.
+    # Three numbers: as many as fit; an equal share of the batch, in as many items; and the fewest for which there are
+    # no more items than multiprocessors. Fewer images need no more shared memory: slots are whole position blocks.
     for_all = -(-p.batch * best.sets // tile.multiprocessors)
     counts = dict.fromkeys((most, even_share(p.batch, most), min(most, for_all)))
     return min((changed(best, images=images) for images in counts), key=lambda one: one.cycles)
@@ -305,8 +303,8 @@ class GemmFoldPixels(OneFormatForward):
         ``vector`` and ``piece``; its other macros follow from these and the layer's channels and taps. A size must have
         the same of each; its items may have fewer positions than the position blocks hold. Images of an item, sets and
         windows are arguments of the kernel. So the example's kernel serves 100 images of 4 x 4, with four in an item of
-        64 positions (eight would fit, for which there were fewer items than multiprocessors), and 7 of 12 x 10, one in
-        an item of 120, but none of 16 x 16, which take two position blocks.
+        64 positions (eight would fit, but leave more multiprocessors without an item), and 7 of 12 x 10, one in an item
+        of 120, but none of 16 x 16, which take two position blocks.
         """
         p, positions = config.problem, tile.position_blocks * BLOCK_POSITIONS
         if not pixels_on_m.serves(p, tile.itemsize, tile.multiprocessors):
