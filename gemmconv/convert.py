@@ -174,7 +174,6 @@ class patched(TorchFunctionMode):
         self._settings = dict[str, Any](algorithm=algorithm, precision=precision, workspace_limit=workspace_limit)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Replace the three functions, and call all others."""
         if (ours := _FUNCTIONS.get(func)) is not None:
             return ours(*args, **(kwargs or {}), **self._settings)
         return func(*args, **(kwargs or {}))

@@ -65,8 +65,7 @@ class DeviceSpec:
     @functools.cached_property
     def shared_bytes(self) -> int:
         """Bytes of shared memory that a block may use; a multiprocessor has one KiB more for all its blocks."""
-        *_, kib = _multiprocessor(self.capability)
-        return kib << 10
+        return _multiprocessor(self.capability)[-1] << 10
 
     @property
     def features(self) -> frozenset[str]:

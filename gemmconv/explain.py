@@ -203,9 +203,7 @@ def explain_problem(
         problem: the geometry.
         dtype: element type.
         device: where the tensors would be; no device is touched.
-        algorithm: the ``algorithm`` argument of the call.
-        precision: ``"ieee"``, ``"tf32"``, or None for torch's setting.
-        workspace_limit: bytes; None for 64 MiB.
+        algorithm, precision, workspace_limit: see ConvTranspose2d.
         memory_format: format of input and output, ``torch.contiguous_format`` or ``torch.channels_last``.
         bias: whether the call has a bias.
         direction: the pass: ``"forward"``, ``"input_grad"`` or ``"weight_grad"``.

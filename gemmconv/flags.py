@@ -10,7 +10,7 @@ import torch
 from gemmconv import validation
 from gemmconv.geometry import Problem
 
-DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float32, torch.float64, torch.float16, torch.bfloat16)}
+DTYPES = {validation.short_name(d): d for d in (torch.float32, torch.float64, torch.float16, torch.bfloat16)}
 _NEEDED = ("in_channels", "out_channels", "kernel", "height", "width")
 _PAIRS = ("stride", "padding", "output_padding", "dilation")
 
@@ -22,7 +22,7 @@ def add_device_and_types(
     parser.add_argument("--device", help=device)
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="float32", help="default: float32")
     text = "rounding of float32 products in gemmconv (default: as torch's convolutions are set)"
-    parser.add_argument("--precision", choices=("ieee", "tf32"), help=text)
+    parser.add_argument("--precision", choices=validation.PRECISIONS, help=text)
 
 
 def pick_device(text: str | None) -> torch.device:

@@ -151,7 +151,6 @@ class Layer(nn.Module):
         return None
 
     def extra_repr(self) -> str:
-        """torch.nn.ConvTranspose2d's text, then the settings that are not None."""
         return f"{super().extra_repr()}, {self._settings_text()}"
 
 

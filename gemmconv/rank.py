@@ -170,9 +170,8 @@ def choose_way(volume: Volume, direction: Pass = "forward", spec: DeviceSpec | N
     """How ``auto`` computes a volume: as it was measured by :func:`gemmconv.tune`, else by a rule.
 
     Args:
-        volume: the call.
         direction: ``"forward"``, or ``"grads"`` for a call whose gradients are recorded.
-        spec: properties of another GPU than its device, to explain.
+        spec: properties of another GPU than the volume's device, to explain.
     """
     if torch.compiler.is_compiling():
         if volume.device.type == "cpu" and not is_exporting():

@@ -172,13 +172,12 @@ def _order_on_cpu(config: Config, direction: Direction, isa: str) -> list[tuple[
     """The order on a CPU with the C extension, by the rule in :mod:`gemmconv.kernels.cpu.estimate`.
 
     The order is that of :func:`estimates`, where torch's operator has a bonus for what the rule may be wrong by:
-    ``estimate.native_seconds`` has divided its expected time by ``estimate.least_speedup``. With 1.3, torch's 150 us
-    count as 115, and ``fused`` comes first if it is expected to take less. Where a weight changes between calls, the
-    time to pack it counts against ``fused`` too.
+    ``estimate.native_seconds`` has divided its expected time by the second of ``estimate.speedups``. With 1.3, torch's
+    150 us count as 115, and ``fused`` comes first if it is expected to take less. Where a weight changes between calls,
+    the time to pack it counts against ``fused`` too.
     """
-    ratio, threads = estimate.speedup(config, direction), torch.get_num_threads()
+    (ratio, least), threads = estimate.speedups(config, direction), torch.get_num_threads()
     fused = f"expected at {ratio:.2f} times torch's speed with {isa} and {threads} threads" if ratio else "not measured"
-    least = estimate.least_speedup(config, direction)
     texts = {"fused": f"{fused}; auto takes it from {least:.2f} on", "native": "torch's operator"}
     return [
         (one, texts.get(one.name, "kept to compare with: slower than fused")) for _, one in estimates(config, direction)

@@ -12,15 +12,7 @@ from typing import Any, ClassVar
 import torch
 
 from gemmconv import tuned
-from gemmconv.kernels.base import (
-    Choice,
-    Config,
-    Direction,
-    Kernel,
-    Pass,
-    choices,
-    missing_software,
-)
+from gemmconv.kernels.base import Choice, Config, Direction, Kernel, Pass, choices, missing_software
 from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.search_cache import cached
 from gemmconv.kernels.size_class import representatives

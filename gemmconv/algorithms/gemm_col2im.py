@@ -57,7 +57,6 @@ _PARTIALS_SHARE = 4  # one part in so many of the workspace holds the partial su
 
 class GemmCol2im(AlgorithmOfOne):
     name = "gemm_col2im"
-
     computed_in = torch.contiguous_format
 
     def why_not(self, config: Config, direction: Pass = "forward") -> str | None:
@@ -185,8 +184,7 @@ def _kind(config: Config) -> str:
 def _forward_seconds(config: Config) -> float:
     """Seconds of a forward pass in NCHW: products, traffic of columns and weights, launches."""
     chunks, problem = _chunks(config, "forward"), config.problem
-    itemsize = accumulator_dtype(config.dtype).itemsize
-    kind = _kind(config)
+    itemsize, kind = accumulator_dtype(config.dtype).itemsize, _kind(config)
     rate = _FORWARD_RATE[kind] * config.spec.ratio(kind)
     if kind != "fp32" and problem.in_pixels * config.dtype.itemsize % UNIT:
         rate /= _COST.unaligned_factor

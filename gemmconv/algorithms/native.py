@@ -69,9 +69,8 @@ class Native(AlgorithmOfOne):
         return lambda grad_output, input, weight: (first(grad_output, weight), second(grad_output, input))
 
     def _forward(self, config: Config) -> Forward:
-        p = config.problem
+        p, settings = config.problem, _settings(config)
         strides = strides_of(p.output_shape, config.memory_format)
-        settings = _settings(config)
 
         def call(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
             with settings:

@@ -129,6 +129,5 @@ def can_be_folded(problem: Problem) -> bool:
 
     Without a tap an output would be the bias alone. Padding may cancel a dilation that reaches beyond every image.
     """
-    p = problem
-    reaches = (p.padding[axis] + p.dilation[axis] * p.kernel_size[axis] for axis in (0, 1))
-    return max(reaches) <= _MOST_REACH and all(all(phase_shifts(p, axis)) for axis in (0, 1))
+    reaches = (problem.padding[axis] + problem.dilation[axis] * problem.kernel_size[axis] for axis in (0, 1))
+    return max(reaches) <= _MOST_REACH and all(all(phase_shifts(problem, axis)) for axis in (0, 1))

@@ -174,11 +174,9 @@ class Gemm:
 
     @property
     def tensors(self) -> Iterator[str]:
-        """The names of the operands' memory, like :attr:`Launch.tensors`."""
         return (one.at.tensor for one in self.operands)
 
     def renamed(self, names: Mapping[str, str]) -> Gemm:
-        """This product with tensors and regions renamed."""
         a, b, c = (replace(x, at=replace(x.at, tensor=names.get(x.at.tensor, x.at.tensor))) for x in self.operands)
         return replace(self, operands=(a, b, c))
 
@@ -196,11 +194,9 @@ class Zero:
 
     @property
     def tensors(self) -> Iterator[str]:
-        """The name of the memory, like :attr:`Launch.tensors`."""
         return iter((self.tensor,))
 
     def renamed(self, names: Mapping[str, str]) -> Zero:
-        """This step with its tensor or region renamed."""
         return replace(self, tensor=names.get(self.tensor, self.tensor))
 
     def __str__(self) -> str:

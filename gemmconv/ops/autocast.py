@@ -38,12 +38,10 @@ def with_autocast(operator: Callable[..., Tensor], device_type: str) -> Callable
 
     def call(input: Tensor, weight: Tensor, bias: Tensor | None = None, *arguments: Any) -> Tensor:
         dtype = torch.get_autocast_dtype(device_type)
-
-        def cast(tensor: Tensor | None) -> Any:
-            casts = tensor is not None and tensor.device.type == device_type
-            return cast_as_autocast(tensor, dtype) if casts else tensor
-
-        tensors = cast(input), cast(weight), cast(bias)  # before the guard: autocast must be on
+        tensors = [  # cast before the guard: autocast must be on
+            cast_as_autocast(one, dtype) if one is not None and one.device.type == device_type else one
+            for one in (input, weight, bias)
+        ]
         with torch._C._ExcludeDispatchKeyGuard(key):
             return operator(*tensors, *arguments)
 
@@ -90,18 +88,14 @@ class _Regions:
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         with ThreadPoolExecutor(1) as fresh:  # a thread in no mode
-            self._witness, self._operand = fresh.submit(self._make_witness, device, dtype).result()
+            witness = fresh.submit(lambda: torch.empty(0, 0, dtype=torch.float32, device=device, requires_grad=True))
+            operand = fresh.submit(lambda: torch.empty(0, 0, dtype=dtype, device=device))
+        self._witness, self._operand = witness.result(), operand.result()
         self._current: Callable[[], _Region | None] = lambda: None
         self._calls_without_witness = 0
         self.share = True  # whether the last region with a witness used a cast again
 
-    @staticmethod
-    def _make_witness(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        witness = torch.empty(0, 0, dtype=torch.float32, device=device, requires_grad=True)
-        return witness, torch.empty(0, 0, dtype=dtype, device=device)
-
     def cast_cache(self) -> CastCache | None:
-        """See :func:`cast_cache`."""
         if (region := self._current()) is not None:
             return region.cast_cache
         if not self.share:
@@ -189,10 +183,8 @@ def casts_parameters(tensors: Sequence[Tensor | None], dtype: torch.dtype) -> bo
     # Our kernel, csrc/layout/cast.cu, reads float32 and writes 16 bits. Autocast does not cast a float64 input.
     if not input.is_cuda or dtype.itemsize != 2 or input.dtype == torch.float64:
         return False
-    if any(one.dtype != torch.float32 for one in parameters):
-        return False
-    # Our kernel casts the memory in its order, so there must be no gaps in it.
-    if not have_no_gaps(parameters):
+    # It casts the memory in its order, so there must be no gaps in it.
+    if any(one.dtype != torch.float32 for one in parameters) or not have_no_gaps(parameters):
         return False
     # A kept cast is valid while its tensor's version counter is the same. Tensors of inference mode have no counter.
     if any(one.is_inference() for one in parameters):

@@ -21,7 +21,7 @@ from gemmconv.dispatch import are_dense, as_plain, in_a_mode, loses_a_tangent
 from gemmconv.kernels.base import Pass, strides_of, with_strides
 from gemmconv.kernels.program import Launch
 from gemmconv.ops.ahead import compile_in_background, launches_of
-from gemmconv.ops.autocast import EVERY_KEY, KEYS, is_autocasting, with_autocast
+from gemmconv.ops.autocast import EVERY_KEY, KEYS, have_no_gaps, is_autocasting, with_autocast
 from gemmconv.ops.configs import Convention
 from gemmconv.ops.gradients import bias_gradient
 from gemmconv.ops.implementation import prepare_call
@@ -107,9 +107,7 @@ class Backward(NamedTuple):
     def of(cls, tensors: Tensors, options: Arguments, parameter_dtype: torch.dtype | None = None) -> Backward:
         """The backward pass of a call of conv_transpose2d."""
         input, weight = tensors[:2]
-        dense = not torch._C._are_functorch_transforms_active() and (
-            weight.is_contiguous() or weight.is_contiguous(memory_format=torch.channels_last)
-        )
+        dense = not torch._C._are_functorch_transforms_active() and have_no_gaps((weight,))
         return cls(input.shape[2:], weight.shape, weight.stride() if dense else None, options, parameter_dtype)
 
     def __call__(self, grad: Tensor, input: Any, weight: Any, needs: Needs) -> Gradients:
@@ -326,10 +324,6 @@ def _grads_tangent(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, T
     )
 
 
-def _tangent_of_fold(operator: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    return lambda ctx, tangent, *_: operator(tangent, *ctx.arguments)
-
-
 # Registration.
 
 
@@ -396,8 +390,8 @@ _RULES: dict[str, Rules] = {
     "conv_transpose2d_input_grad": _rules_of_one_gradient(conv_transpose2d_input_grad),
     "conv_transpose2d_weight_grad": _rules_of_one_gradient(conv_transpose2d_weight_grad),
     "conv_transpose2d_grads": (_grads_setup, _grads_backward, _grads_tangent),
-    "im2col": (_fold_setup, _im2col_backward, _tangent_of_fold(im2col)),
-    "col2im": (_fold_setup, _col2im_backward, _tangent_of_fold(col2im)),
+    "im2col": (_fold_setup, _im2col_backward, lambda ctx, tangent, *_: im2col(tangent, *ctx.arguments)),
+    "col2im": (_fold_setup, _col2im_backward, lambda ctx, tangent, *_: col2im(tangent, *ctx.arguments)),
 }
 for _name, _rules in _RULES.items():
     _TRANSFORMABLE[_name] = _differentiable(OPERATORS[_name], _rules)

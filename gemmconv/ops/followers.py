@@ -77,7 +77,6 @@ def compile_followers(position: int, module: Any, tensors: Tensors) -> None:
     module's own last guess, or if the machine has few cores.
 
     Args:
-        position: position of the module.
         module: a layer of signals or images; no reference to it is kept.
         tensors: on CUDA, the input with or without a batch; no reference to them is kept.
     """

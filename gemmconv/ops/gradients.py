@@ -13,7 +13,7 @@ from gemmconv import pairs
 from gemmconv.algorithms import Algorithm
 from gemmconv.algorithms.fallback import with_fallback
 from gemmconv.device import make_current
-from gemmconv.kernels.base import Config, Pass, with_strides
+from gemmconv.kernels.base import BothGradients, Config, Pass, with_strides
 from gemmconv.kernels.layout.transpose import prepare_via_channels_last
 from gemmconv.kernels.program import Output, Program, concatenate
 from gemmconv.ops.call_cache import find_or_make, tensor_signature
@@ -48,9 +48,7 @@ def prepare_gradients(
     return _convert_results("grads", call, tensors[0], convention)
 
 
-def both_gradients(
-    gradients: pairs.Gradients, config: Config, weight_config: Config
-) -> Callable[..., tuple[Tensor, Tensor]]:
+def both_gradients(gradients: pairs.Gradients, config: Config, weight_config: Config) -> BothGradients:
     """Prepare both gradients: one call if an algorithm has it, else two, for which grad_output is made NCHW once."""
     both_torchs = gradients.input_grad is gradients.weight_grad is NATIVE and not gradients.via_channels_last
     if both_torchs and config.memory_format is weight_config.memory_format:

@@ -23,10 +23,12 @@ Who calls whom, the first time. An eager call bypasses the dispatcher; others re
 On a CPU and for torch's operator there is no program: the algorithm prepares the call itself. Layers on volumes have
 operators of their own, in volumes.py.
 
-A caller may ask for a call that takes or returns other tensors than the operator does: for example, under autocast, for
-call(input bf16, weight float32, bias float32) -> output bf16, which casts weight and bias in a kernel of ours. It says
-so by a Convention (configs.py has its fields, with an example of each). This file makes the Convention part of the key
-and passes it on: forward.py and gradients.py prepare such calls. None stands for what the operator takes and returns.
+A caller may ask for a call that takes or returns other tensors than the operator does, by a Convention. Under autocast,
+for example, Convention(parameter_dtype=float32) asks for call(input bf16, weight float32, bias float32) -> output bf16,
+which casts weight and bias in a kernel of ours. The other fields change gradients' strides, or that they include the
+bias's; say that the casts are returned too; that a weight is trained, and so not kept packed on a CPU; and that tensors
+are signals. configs.py has the call of each. This file only makes the Convention part of the key, and passes it on to
+forward.py and gradients.py, which prepare such calls.
 
 To change something:
 
@@ -91,8 +93,8 @@ def prepare_call(
         arguments: the operator's other arguments, from the stride on; trailing defaults may be left out.
         convention: what the call takes and returns; None for what the operator takes and returns.
 
-    plain.py puts calls of its own into the same cache, by other keys. Such a call casts tensors under autocast, runs a
-    call that was prepared here, and records an autograd node.
+    functional.py and module.py put calls into the same cache, by signatures (signatures.py) as keys. plain.py prepares
+    them: each runs a call that was prepared here, after casts under autocast, and perhaps records an autograd node.
     """
     convention = convention or default_convention(direction, tensors)
     # All that the choice and the kernels depend on must be in the key, or a call would be found for another one:

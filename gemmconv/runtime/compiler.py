@@ -27,21 +27,13 @@ _cancelled = ctypes.create_string_buffer(b"0")  # "1" while compilations are to 
 
 @dataclass(frozen=True)
 class Compiled:
-    """A compiled source."""
-
     cubin: bytes  # the machine code
     log: str = ""  # the compiler's log, with the registers and spills that ptxas counts; empty for a cache hit
     seconds: float | None = None  # compile time; None for a cache hit
 
 
 def compile(source_name: str, macros: Macros, arch: str, *, cache: KernelCache | None = None) -> Compiled:
-    """Compile ``csrc/<source_name>`` with ``macros`` for ``arch``, such as ``"sm_90a"``.
-
-    Args:
-        source_name: file under ``csrc``.
-        macros: preprocessor definitions that specialise the kernel.
-        arch: real architecture, with the ``a`` where the device has one.
-        cache: where to look first and to store the result.
+    """Compile ``csrc/<source_name>`` with ``macros`` for ``arch``, such as ``"sm_90a"``, unless it is in ``cache``.
 
     Raises:
         CompileError: the source does not compile; it carries options, log and source.

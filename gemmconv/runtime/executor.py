@@ -15,7 +15,6 @@ import torch
 from gemmconv.extension import exchange_of_tensors, extension
 from gemmconv.runtime import cublas, launch, tensor_map
 
-Extent3 = tuple[int, int, int]
 Place = tuple[int, int]  # index of an address, and bytes behind it
 Run = Callable[..., int]  # addresses -> 0, or 1 + the index of a misaligned one, in which case no step has run
 
@@ -29,8 +28,8 @@ class Launch(NamedTuple):
     """A launch of a loaded kernel, with the placeholders of its params."""
 
     kernel: launch.Kernel
-    grid: Extent3
-    block: Extent3
+    grid: launch.Extent3
+    block: launch.Extent3
     shared_bytes: int
     overlaps: bool
     params: bytes

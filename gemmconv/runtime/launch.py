@@ -28,8 +28,6 @@ _locks: dict[Hashable, threading.Lock] = {}  # one for each kernel that is being
 
 
 class _Thread(threading.local):
-    """State of the current thread."""
-
     def __init__(self) -> None:
         self.devices: set[int] = set()  # devices whose contexts were set in it
         self.configs: dict[tuple[Extent3, Extent3, int], Any] = {}  # cached configurations of overlapping launches

@@ -19,8 +19,6 @@ from typing import NamedTuple
 
 
 class Result(NamedTuple):
-    """The result of a compilation."""
-
     error: str  # NVRTC's text for its error; empty without one
     log: str  # output of NVRTC and ptxas
     cubin: bytes  # the machine code

@@ -17,14 +17,7 @@ _SWIZZLES = {64: 2, 128: 3}  # CUtensorMapSwizzle, of lines of so many bytes; 0 
 
 @lru_cache(maxsize=1024)
 def encode(
-    address: int,
-    itemsize: int,
-    sizes: _Axes,
-    strides: _Axes,
-    box: _Axes,
-    steps: _Axes,
-    swizzled: bool,
-    fetched: int,
+    address: int, itemsize: int, sizes: _Axes, strides: _Axes, box: _Axes, steps: _Axes, swizzled: bool, fetched: int
 ) -> ctypes.Array[ctypes.c_ulonglong]:
     """The map of a tensor and of the boxes that are copied from it; ``tensor_map_t`` in C++.
 

@@ -40,7 +40,6 @@ class Ring(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Bytes of the columns in it."""
         return self.rows * self.row_bytes
 
 

@@ -1,7 +1,4 @@
-"""Estimated seconds of csrc/conv/gemm_mma.cu, by which tiles are compared.
-
-What the costs were fitted to stands beside them in gemmconv/costs.
-"""
+"""Estimated seconds of csrc/conv/gemm_mma.cu, by which tiles are compared."""
 
 from __future__ import annotations
 

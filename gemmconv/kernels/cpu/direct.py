@@ -15,8 +15,6 @@ from gemmconv.kernels.cpu.library import KINDS, Layer, address, kernels_for
 
 
 class Direct(CpuKernel):
-    """One gather, written for readability."""
-
     name = "cpu/direct"
 
     def seconds(self, config: Config, direction: Pass, tile: Any) -> float:

@@ -38,11 +38,11 @@ WIDTH = 0.1  # of the Gaussian kernel, for :func:`gemmconv.kernels.measured.near
 # auto takes the implicit product if its expected speedup, less a margin for the rule's error, is at least _LEAST. The
 # margin, a logarithm to base 2, is that of a layer that is like no measured one, and less if the nearest is near. It is
 # the first for forward passes, the second for gradients, and the last where the rule errs most: small images, depthwise
-# layers, whose planes are little work each, and layers without strides that compute much more between rows than in them.
-# In 16 bits it is 1.0 always: times of oneDNN's kernels differ so much that a near layer tells little. In
-# cross-validation over 800 random layers on AVX-512, none of the 433 forward passes in float32 that are taken so has
-# less than 0.97 of torch's speed, and 4 of 125 gradients; in bfloat16 3 of 127 forward passes.
-_LEAST, _MARGINS = 1.2, (1.2, 1.5, 2.4)
+# layers, whose planes are little work each, and layers without strides that compute much more between rows than in
+# them. In 16 bits it is always 1: times of oneDNN's kernels differ so much that a near layer tells little. On AVX-512
+# 1 of 499 forward passes that are taken so in cross-validation has less than 0.97 of torch's speed, 3 of 89 gradients
+# of inputs, and 5 of 151 forward passes in bfloat16.
+_LEAST, _MARGINS = 1.15, (1.2, 1.5, 2.4)
 _CERTAIN = 0.02  # share of the margin's square that is left for a layer that was measured
 _FEW_PIXELS, _MUCH_WASTE = 100, 0.5  # "waste" of :func:`sizes`
 
@@ -72,9 +72,8 @@ def is_together(config: Config) -> bool:
 
 def _least_cycles(config: Config, direction: Pass) -> float:
     """Cycles of an implicit product, for a forward pass in the faster of both ways."""
-    if direction == "forward":
-        return min(cycles(config, False, together) for together in (True, False))
-    return cycles(config, True, False)
+    ways = (True, False) if direction == "forward" else (False,)
+    return min(cycles(config, direction != "forward", together) for together in ways)
 
 
 def sizes(config: Config, direction: Pass) -> dict[str, float]:
@@ -112,18 +111,12 @@ def _fits() -> dict[str, Any]:
         return {key: file[key].astype(np.float64) for key in file.files}
 
 
-def speedup(config: Config, direction: Pass) -> float:
-    """The expected speedup of the implicit product over torch's operator; 0 if the rule does not cover the layer."""
-    return _speedups(config, direction)[0]
-
-
-def least_speedup(config: Config, direction: Pass) -> float:
-    """The expected speedup from which the implicit product is taken."""
-    return _speedups(config, direction)[1]
-
-
 @lru_cache(maxsize=4096)
-def _speedups(config: Config, direction: Pass) -> tuple[float, float]:
+def speedups(config: Config, direction: Pass) -> tuple[float, float]:
+    """The expected speedup of the implicit product over torch's operator, and that from which it is taken.
+
+    The former is 0 if the rule does not cover the layer.
+    """
     p, fit = config.problem, _fits().get(key_of(config, direction))
     if fit is None or not p.useful_flops or min(p.output_shape) < 1 or math.prod(p.stride) > MOST_CLASSES:
         return 0.0, _LEAST
@@ -155,8 +148,8 @@ def fused_seconds(config: Config, direction: Pass) -> float:
 
 
 def native_seconds(config: Config, direction: Pass) -> float:
-    """Seconds of torch's operator by the rule, divided by :func:`least_speedup`; see :func:`fused_seconds`."""
+    """Seconds of torch's operator by the rule, divided by the second of :func:`speedups`; see :func:`fused_seconds`."""
     if isa_name() is None:
         return math.inf
-    expected, least = _speedups(config := replace(config, trained=False), direction)
+    expected, least = speedups(config := replace(config, trained=False), direction)
     return fused_seconds(config, direction) * expected / least

@@ -38,8 +38,6 @@ _LINE = 64  # bytes
 
 
 class ImplicitProduct(CpuKernel):
-    """Implicit products for every layer: forward, input gradient and weight gradient."""
-
     name = "cpu/conv"
 
     def seconds(self, config: Config, direction: Pass, tile: Any) -> float:
@@ -135,7 +133,6 @@ def _cut(
     Threads start apart and take items as they go, so the last item is taken to run while all other threads are idle.
 
     Args:
-        config, table: the pass.
         planes: staged values of a cell.
         targets: channels of the target.
         units: units of work in a band; a part stages the whole band and computes some of them.
@@ -211,12 +208,11 @@ def _prepare_correlation(config: Config, is_gradient: bool) -> Callable[..., tor
         def pack(packed: int) -> bool:
             return not kernels.pack(arguments.address, weight.data_ptr(), packed, threads)
 
-        owner = None  # keeps the packed weight alive during the call
         if is_gradient or config.trained:
             packed = _scratch(arguments.packed_bytes, "packed")
             finite = pack(packed)
         else:
-            owner, finite = _packed_weight(given[1], key, arguments.packed_bytes, pack)
+            owner, finite = _packed_weight(given[1], key, arguments.packed_bytes, pack)  # the call keeps owner alive
             packed = owner.data_ptr()
         if finite:
             values = None if bias is None else bias.contiguous()

@@ -317,10 +317,9 @@ def _m_tile_lines(stride: int, row_phases: int, channels: int) -> tuple[tuple[Pa
     """See :attr:`Tile.m_tile_lines`."""
     lines = row_phases * channels
     blocks = -(-lines // 8)
-    if channels % 16 == 0:
-        slots = [(2 * pair + half, rw) for pair in range(blocks // 2) for rw in range(stride) for half in (0, 1)]
-    else:
-        slots = [(block, rw) for block in range(blocks) for rw in range(stride)]
+    together = 2 if channels % 16 == 0 else 1
+    firsts = range(0, blocks, together)
+    slots = [(first + i, rw) for first in firsts for rw in range(stride) for i in range(together)]
     phases = [{(line // channels, rw) for line in range(8 * block, min(8 * block + 8, lines))} for block, rw in slots]
     return tuple(tuple(set().union(*phases[i : i + 2])) for i in range(0, len(phases), 2))
 

@@ -40,10 +40,7 @@ _LONGEST_SUM = 1024  # products of 8 pixels that are added one by one, so that r
 
 @dataclass(frozen=True)
 class Tile:
-    """The work of a block and of a warp of csrc/direct/grads_mma.cu; the macros of the same names, in lower case.
-
-    ``multiprocessors`` are those of the GPU.
-    """
+    """The work of a block and of a warp of csrc/direct/grads_mma.cu; the macros of the same names, in lower case."""
 
     problem: Problem
     itemsize: int

@@ -1,8 +1,4 @@
-"""Host side of csrc/direct/weight_grad.cu: the weight gradient of ``direct``, and both gradients at once.
-
-How many slices the pixels are cut into follows from the problem, the element type, the GPU's multiprocessors and the
-limit of the workspace alone. The tiles follow from the first three.
-"""
+"""Host side of csrc/direct/weight_grad.cu: the weight gradient of ``direct``, and both gradients at once."""
 
 from __future__ import annotations
 

@@ -83,10 +83,9 @@ def to_format(config: Config, shape: Shape4, memory_format: torch.memory_format)
     """
     if config.device.type == "cuda" and config.memory_format is not memory_format and takes_the_kernel(shape):
         return prepare_transpose(config, shape, memory_format)
-    contiguous = torch.Tensor.contiguous
     if memory_format is torch.contiguous_format:
-        return contiguous
-    return partial(contiguous, memory_format=memory_format)
+        return torch.Tensor.contiguous
+    return partial(torch.Tensor.contiguous, memory_format=memory_format)
 
 
 def from_channels_last(config: Config, shape: Shape4) -> Fit:

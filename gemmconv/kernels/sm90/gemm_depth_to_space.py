@@ -54,14 +54,13 @@ class Tile(PositionRows):
     @property
     def cycles(self) -> float:
         """Roughly the cycles that a call takes, its launches among them."""
-        p = self.problem
         chunk = _COST.line_cycles * self.lines + _COST.chunk_cycles
         stored = self.lines * self.itemsize * (_COST.kept_store_cycles if self.kept else _COST.store_cycles)
         item = _COST.item_cycles + self.set_line_blocks * (self.chunks * chunk + stored)
         computed = -(-self.items // self.multiprocessors) * item
         passes = 1 if self.held else self.set_line_blocks  # reads of an item's inputs, which mostly miss the L2 cache
         times = 1 + _COST.again_share * (passes - 1)
-        elements = math.prod(p.output_shape) + math.prod(p.input_shape) * times
+        elements = math.prod(self.problem.output_shape) + math.prod(self.problem.input_shape) * times
         moved = elements * self.itemsize / _COST.bytes_a_cycle
         copied = self.chunks * (self.set_line_blocks * self.lines * CHUNK_BYTES + passes * self.slot_bytes)
         start = _COST.start_cycles + (_COST.pack_cycles if self.packed else 0)
@@ -70,14 +69,13 @@ class Tile(PositionRows):
 
 def tiles_of(problem: Problem, itemsize: int, multiprocessors: int) -> Iterator[Tile]:
     """The tiles that a problem may have."""
-    p = problem
-    if not p.is_apart or _MOST_TAPS % p.taps or p.kernel_size[1] > _MOST_KERNEL_W:
+    if not problem.is_apart or _MOST_TAPS % problem.taps or problem.kernel_size[1] > _MOST_KERNEL_W:
         return
-    if not pixels_on_m.serves(p, itemsize, multiprocessors):
+    if not pixels_on_m.serves(problem, itemsize, multiprocessors):
         return
-    all_lines = up_to_multiple(p.out_channels * p.taps, max(16, 4 * p.kernel_size[1]))
+    all_lines = up_to_multiple(problem.out_channels * problem.taps, max(16, 4 * problem.kernel_size[1]))
     for lines in [lines for lines in _LINES if lines < all_lines] + [all_lines] * (all_lines <= MOST_LINES):
-        yield from _tiles_in_sets(p, itemsize, lines, multiprocessors)
+        yield from _tiles_in_sets(problem, itemsize, lines, multiprocessors)
 
 
 def _tiles_in_sets(problem: Problem, itemsize: int, lines: int, multiprocessors: int) -> Iterator[Tile]:
@@ -96,10 +94,9 @@ class GemmDepthToSpace(OneFormatForward):
     only_in = torch.contiguous_format
 
     def fitted(self, config: Config, direction: Pass, tile: Tile) -> Tile | None:
-        p = config.problem
-        if not pixels_on_m.serves(p, tile.itemsize, tile.multiprocessors):
+        if not pixels_on_m.serves(config.problem, tile.itemsize, tile.multiprocessors):
             return None
-        sized = _tiles_in_sets(p, tile.itemsize, tile.lines, tile.multiprocessors)
+        sized = _tiles_in_sets(config.problem, tile.itemsize, tile.lines, tile.multiprocessors)
         made = min(sized, key=lambda tile: tile.cycles)
         return made if (made.piece, made.paired) == (tile.piece, tile.paired) else None
 

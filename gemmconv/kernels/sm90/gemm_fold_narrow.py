@@ -171,7 +171,6 @@ class Tile:
 
     @property
     def across(self) -> int:
-        """Positions across."""
         return self.problem.input_size[1] if self.whole else self.columns
 
     @property
@@ -201,8 +200,7 @@ class Tile:
     @property
     def boxable(self) -> bool:
         """Whether boxes of a tensor map, whose lines are whole, can have the inputs of a step."""
-        p = self.problem
-        across = p.in_channels if self.channels_last else p.input_size[1]
+        across = self.problem.in_channels if self.channels_last else self.problem.input_size[1]
         lines = self.columns if self.channels_last else self.padded
         whole = self.channels_last or self.whole or self.columns % self.line == 0
         return whole and across * self.itemsize % 16 == 0 and lines <= LONGEST_BOX

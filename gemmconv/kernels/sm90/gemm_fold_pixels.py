@@ -83,7 +83,7 @@ class Tile(PositionRows):
         slot_bytes             16,384            position_blocks
         stage_bytes            18,432            lines
         bias_bytes             288               lines, taps
-        bytes_beside_inputs    162,400           chunks, slot_bytes, stage_bytes, bias_bytes
+        bytes_beside_inputs    162,464           chunks, slot_bytes, stage_bytes, bias_bytes, barriers
         held                   False             set_line_blocks, column_bytes, bytes_beside_inputs
         ring_sizes             (5, 5)            held, slot_bytes, stage_bytes, bias_bytes, column_bytes
         items                  128               batch, images, windows, sets
@@ -120,11 +120,10 @@ class Tile(PositionRows):
 
     @cached_property
     def windows(self) -> Windows:
-        p = self.problem
-        if self.window == p.in_pixels:
+        if self.window == self.problem.in_pixels:
             return Windows()
         # Cells read inputs this far to the left and to the right; windows begin with whole pieces.
-        left, right = (up_to_multiple(reach, self.piece) for reach in _halo(p))
+        left, right = (up_to_multiple(reach, self.piece) for reach in _halo(self.problem))
         step = self.window - left - right
         return Windows(-(-self.cells_of_image[1] // step), step, left)
 
@@ -149,8 +148,9 @@ class Tile(PositionRows):
 
         In the example 128 threads gather all cells, so two groups would fit; but 3 channels cannot be halved: one.
         """
-        most = CONSUMERS // self._position_parts  # 256 // 128; 0 if one turn of a thread does not reach all parts
-        return math.gcd(self.fold_outs, power_of_two_within(most, most))  # of 0 this is 1
+        most = CONSUMERS // self._position_parts  # 256 // 128; 0 if there are more parts than threads
+        greatest = power_of_two_within(most, most)  # the greatest power of two up to most, or 1
+        return math.gcd(self.fold_outs, greatest)
 
     @property
     def fold_turns(self) -> int:
@@ -257,10 +257,9 @@ def tiles_of(problem: Problem, itemsize: int, multiprocessors: int) -> Iterator[
 def _fastest(tile: Tile, most: int) -> Tile | None:
     """The tile with the fastest sets, then with the fastest number of images of an item, up to ``most``."""
     p = tile.problem
-    tiles = [one for sets in pixels_on_m.sets_of(p, tile.lines) if (one := changed(tile, sets=sets)).possible]
-    if not tiles:
+    tiles = (one for sets in pixels_on_m.sets_of(p, tile.lines) if (one := changed(tile, sets=sets)).possible)
+    if (best := min(tiles, key=lambda one: one.cycles, default=None)) is None:
         return None
-    best = min(tiles, key=lambda one: one.cycles)
     # Three numbers: as many as fit; an equal share of the batch, in as many items; and the fewest for which there are
     # no more items than multiprocessors. Fewer images need no more shared memory: slots are whole position blocks.
     for_all = -(-p.batch * best.sets // tile.multiprocessors)

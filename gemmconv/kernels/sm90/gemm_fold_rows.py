@@ -401,9 +401,6 @@ class TileTf32(RowTile):
         return _COST.tf32_start_cycles + overlapped(_COST.tf32_overlap, computing, moving)
 
 
-Tile = Tile16 | TileTf32
-
-
 def _tiles_of_tf32(problem: Problem, direction: Pass, multiprocessors: int) -> Iterator[TileTf32]:
     any_tile = TileTf32(problem, direction, _WHOLE_OUTS, _CHUNKS[0], multiprocessors)
     if len(any_tile.taps_across) == 1:
@@ -423,7 +420,7 @@ class GemmFoldRows(Sm90Kernel):
     only_in = torch.contiguous_format
     clock_rate = _DEVICE.clock
 
-    def tiles(self, config: Config, direction: Pass) -> Iterator[Tile]:
+    def tiles(self, config: Config, direction: Pass) -> Iterator[RowTile]:
         p, multiprocessors = config.problem, config.spec.multiprocessors
         if p.batch == 0 or p.groups > 1 or (p.stride, p.dilation) != ((1, 1), (1, 1)):
             return
@@ -435,12 +432,12 @@ class GemmFoldRows(Sm90Kernel):
             if tile.input_size[1] % tile.piece == 0 and tile.possible:
                 yield tile
 
-    def fitted(self, config: Config, direction: Pass, tile: Tile) -> Tile | None:
+    def fitted(self, config: Config, direction: Pass, tile: RowTile) -> RowTile | None:
         sized = changed(tile, problem=config.problem)
         fits = config.problem.batch > 0 and sized.input_size[1] % tile.piece == 0 and sized.addressable
         return sized if fits else None
 
-    def program(self, config: Config, direction: Pass, tile: Tile) -> Program:
+    def program(self, config: Config, direction: Pass, tile: RowTile) -> Program:
         p, is_forward = config.problem, direction == "forward"
         box = min(tile.columns, _BOX_LINE // tile.itemsize), tile.chunk, tile.input_rows, 1
         shape = p.input_shape if is_forward else p.output_shape

@@ -96,7 +96,6 @@ def _kinds(smallest: Plan, widths: tuple[int, ...]) -> Iterator[Plan]:
 
 
 def _of_kind(kind: Plan) -> list[Plan]:
-    """The plans of a kind."""
     return _with(kind, _COLUMNS, (MANY_LOADERS, FEW_LOADERS) if kind.way == "lines" else (MANY_LOADERS,))
 
 

@@ -126,9 +126,8 @@ class Tile(ChunkedTile):
 
     @property
     def items(self) -> int:
-        p = self.problem
-        tiles = -(-p.batch // self.images) * self.strips * self.segments
-        return tiles * math.prod(p.stride) * self.line_blocks
+        tiles = -(-self.problem.batch // self.images) * self.strips * self.segments
+        return tiles * math.prod(self.problem.stride) * self.line_blocks
 
     @property
     def possible(self) -> bool:
@@ -142,7 +141,7 @@ class Tile(ChunkedTile):
         A step is a tap of some channels. Tensor cores take as long as products do, and shared memory what these read of
         it, and what comes in their place.
         """
-        p, taps = self.problem, self.problem.taps / math.prod(self.problem.stride)
+        taps = self.problem.taps / math.prod(self.problem.stride)
         products = 4 * self.row_blocks * self.lines
         shared = products / 2 + 128 * self.row_blocks + self.stage_bytes / 128 + self.positions / taps
         step = overlapped(_COST.step_overlap, _COST.product_factor * products, _COST.shared_factor * shared)
@@ -154,7 +153,7 @@ class Tile(ChunkedTile):
         stored = self.row_blocks * self.lines * self.itemsize * store
         item = _COST.item_cycles + stored + self.chunks * taps * step
         computed = -(-self.items // self.multiprocessors) * item
-        moved = _COST.moved_byte_cycles * (math.prod(p.output_shape) + math.prod(p.input_shape)) * self.itemsize
+        moved = _COST.moved_byte_cycles * self.problem.image_bytes(self.itemsize)
         chunk_bytes = self.positions * CHUNK_BYTES + taps * self.stage_bytes
         copied = _COST.copied_byte_cycles * self.items * self.chunks * chunk_bytes
         packing = _COST.pack_cycles + _COST.packed_byte_cycles * self.packed_bytes if self.packed else 0

@@ -246,8 +246,7 @@ class Plan(Gathering):
         if self.strips == 1:
             return self.cells[1]
         cells = -(-self.cells[1] // self.strips)
-        multiple = 2 if self.way == "lines" or cells <= _NARROW else 4
-        return up_to_multiple(cells, multiple)
+        return up_to_multiple(cells, 2 if self.way == "lines" or cells <= _NARROW else 4)
 
     @property
     def planes_conflict(self) -> bool:
@@ -265,8 +264,7 @@ class Plan(Gathering):
         least = self._least_pitch(1) if self.strips == 1 else self.strip_cells + self._reach[1][1] - self.origin[1]
         if self.way == "lines":
             return least
-        multiple = 2 if least == self.input_size[1] else max(2, self.neighbours)
-        return up_to_multiple(least, multiple)
+        return up_to_multiple(least, 2 if least == self.input_size[1] else max(2, self.neighbours))
 
     @cached_property
     def strip_rows(self) -> int:
@@ -366,7 +364,6 @@ class Plan(Gathering):
 
     @property
     def image_positions(self) -> int:
-        """Positions of all strips of an image."""
         return self.strips * self.strip_positions
 
     @property

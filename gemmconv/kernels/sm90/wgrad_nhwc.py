@@ -130,7 +130,7 @@ class Tile(WeightGradTile):
     @property
     def columns(self) -> int:
         """Columns of a product."""
-        return min(_ATOM, -(-self.channels[1] // 16) * 16)
+        return min(_ATOM, up_to_multiple(self.channels[1], 16))
 
     @property
     def possible(self) -> bool:
@@ -171,13 +171,11 @@ class Tile(WeightGradTile):
         return min(found)
 
     def workspace_bytes(self, limit: int) -> int:
-        """Bytes of the partial sums."""
         return wgrad_partial_bytes(self.problem, 2, self.slices(limit))
 
     def seconds(self, limit: int) -> float:
         """Roughly what it takes, with a workspace of at most ``limit`` bytes; infinite where no slice fits."""
-        pixels = math.prod(self.problem.input_shape) + math.prod(self.problem.output_shape)
-        moved = 2 * pixels / _DEVICE.weight_grad_memory_rate
+        moved = self.problem.image_bytes(2) / _DEVICE.weight_grad_memory_rate
         return _COST.launch_seconds + max(self._sliced(limit)[0], moved)
 
     def at(self, problem: Problem) -> Tile:

@@ -107,10 +107,8 @@ def wgrad_program(
     """A weight gradient by a kernel that writes ``partials``, and a launch that adds them up.
 
     Args:
-        config: the configuration of the weight gradient.
         slices: number of partial sums of a weight.
         memory_format: the format in which the kernel reads grad_output and input; others are transposed.
-        main: the kernel's launch.
         columns: columns of zeros that pad each row of the input.
         most_slices: most slices at any size of the layer, for which the reduction is compiled; 0 for ``slices``.
     """
