@@ -327,6 +327,16 @@ def _network_side(network: nn.Module, images: Tensor, step: str) -> Side:
     return call, results
 
 
+def _probe() -> list[Workload]:
+    return [Workload(name, "probe", *parse_layer(text)) for name, text in _PROBE.items()]
+
+
+def _of_networks() -> list[Workload]:
+    """The layers of the networks, at a few batch sizes."""
+    every = ((f"{name} n{batch} ", batch, *of) for name, of in NETWORKS.items() for batch in _BATCHES)
+    return [layer for name, batch, make, shape in every for layer in layers_of(name, (batch, *shape), make)]
+
+
 def _first_ms(which: str, how: argparse.Namespace) -> str:
     """Milliseconds of the first forward pass in a new process; empty where the process fails."""
     command = [sys.executable, "-m", "benchmarks.cpu", "--first-call", which, "--dtype", how.dtype]
@@ -450,20 +460,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     about, is_random, rows = machine(), how.suite == "random", list[Row]()
     print(", ".join(f"{name} {value}" for name, value in about.items()))
-    probe = [Workload(name, "probe", *parse_layer(text)) for name, text in _PROBE.items()]
-    of_networks = [
-        one
-        for name, (make, shape) in NETWORKS.items()
-        for batch in _BATCHES
-        for one in layers_of(f"{name} n{batch} ", (batch, *shape), make)
-    ]
-    layers = {"probe": probe, "networks": of_networks}.get(how.suite) or random_layers(how.seed)
     visits: list[Callable[[], Iterator[list[Row]]]]
     if how.networks:
         stem = "networks" if how.dtype == "float32" else f"networks-{how.dtype}"
         visits = [partial(network_rows, name, how) for name in NETWORKS if how.only in name]
     else:
         stem = f"{f'random-{how.seed}' if is_random else how.suite}-{'+'.join(how.passes)}-{how.dtype}"
+        layers = random_layers(how.seed) if is_random else _probe() if how.suite == "probe" else _of_networks()
         found = [layer for layer in layers if how.only in layer.name or how.only in layer.layer]
         visits = [lambda one=one: layer_rows(sized(one) if is_random else one, how) for one in found]  # type: ignore[misc]
     folder = how.out or RESULTS / "cpu" / folder_name(about)

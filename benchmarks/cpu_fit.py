@@ -70,8 +70,7 @@ def _as_on(isa: str) -> None:
 
 def _fit(values: Any, ratios: Any) -> Any:
     """The array of a group that gemmconv/kernels/cpu/estimate.py reads."""
-    mean, spread = values.mean(0), values.std(0)
-    mean[0], spread[0], spread[spread < 1e-9] = 0.0, 1.0, math.inf  # a size may not vary
+    mean, spread = fit.scale_of(values)
     scaled = np.array([scaled_sizes(one, mean, spread) for one in values])
     off = np.clip(ratios, -_MOST, _MOST)
     coefficients, near, layers = fit.fitted(scaled, off, True, _NOISE, estimate.WIDTH)

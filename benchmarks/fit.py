@@ -125,8 +125,7 @@ def fit(rows: Sequence[Row], say: Callable[[str], None]) -> dict[str, Array]:
     """The table that gemmconv/kernels/measured.py reads."""
     of_torch = sorted({row.layer for row in rows if row.kernel == measured.NATIVE})
     every = np.array([_sizes(layer) for layer in of_torch])
-    mean, spread = every.mean(0), every.std(0)
-    mean[0], spread[0], spread[spread < 1e-9] = 0.0, 1.0, np.inf
+    mean, spread = scale_of(every)
     place = {layer: i for i, layer in enumerate(of_torch)}
     table: dict[str, Array] = {"mean": mean, "spread": spread, "layers": ((every - mean) / spread)[:, 1:]}
     for key, of_key in samples(rows).items():
@@ -137,9 +136,9 @@ def fit(rows: Sequence[Row], say: Callable[[str], None]) -> dict[str, Array]:
         unseen = np.zeros(len(off))
         for part in range(_FOLDS if len(set(parts)) > 1 else 0):
             weights, near, known = fitted(scaled[parts != part], off[parts != part], is_torchs)
-            unseen[parts == part] = off[parts == part] - at(scaled[parts == part], weights, near, known)
+            unseen[parts == part] = off[parts == part] - _at(scaled[parts == part], weights, near, known)
         weights, near, known = fitted(scaled, off, is_torchs)
-        left = off - at(scaled, weights, near, known)
+        left = off - _at(scaled, weights, near, known)
         say(
             f"{key}: {len(off)} rows, off by {_size(off):.2f}, fitted {_size(left):.2f}, unseen {_size(unseen):.2f} "
             "(root mean square of the logarithm)"
@@ -154,6 +153,13 @@ def fit(rows: Sequence[Row], say: Callable[[str], None]) -> dict[str, Array]:
 
 def _part(layer: str) -> int:
     return sum(layer.encode()) % _FOLDS
+
+
+def scale_of(values: Array) -> tuple[Array, Array]:
+    """The mean and the spread of each size, the first of which is a one; a size that does not vary counts nothing."""
+    mean, spread = values.mean(0), values.std(0)
+    mean[0], spread[0], spread[spread < 1e-9] = 0.0, 1.0, np.inf
+    return mean, spread
 
 
 def fitted(
@@ -174,7 +180,7 @@ def _nearness(one: Array, other: Array, width: float = measured.WIDTH) -> Array:
     return np.asarray(measured.nearness(one[:, None, 1:], other[None, :, 1:], width))
 
 
-def at(scaled: Array, weights: Array, near: Array, known: Array) -> Array:
+def _at(scaled: Array, weights: Array, near: Array, known: Array) -> Array:
     found = scaled @ weights
     return np.asarray(found + _nearness(scaled, known) @ near if len(near) else found)
 

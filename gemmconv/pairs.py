@@ -36,11 +36,22 @@ from typing import NamedTuple
 
 import torch
 
-from gemmconv import selection, tuned
+from gemmconv import tuned
 from gemmconv.algorithms import ALGORITHMS, Algorithm, Config
 from gemmconv.kernels.base import Direction, Pass, why_no_kernels
 from gemmconv.kernels.layout.transpose import grad_output_transpose_seconds, via_channels_last_seconds
-from gemmconv.selection import BY_NAME, MICROSECONDS, NATIVE, Seconds, can_serve, choose, estimates, on_measured_gpu
+from gemmconv.selection import (
+    BY_NAME,
+    MICROSECONDS,
+    NATIVE,
+    Seconds,
+    can_serve,
+    choose,
+    clearly_below,
+    estimates,
+    no_algorithm,
+    on_measured_gpu,
+)
 
 Computation = tuple[Pass, Algorithm, Config]  # of a pass: what computes it, and its configuration
 
@@ -94,7 +105,7 @@ def choose_pair(config: Config, weight_config: Config, requested: str, where: st
         if config.device.type == "cuda" and why_no_kernels(config.device, config.spec) is None:
             able = tuple(one for one in ALGORITHMS if can_serve(one, config, "forward"))
             if not able:
-                raise selection.no_algorithm(config, where)
+                raise no_algorithm(config, where)
             rule = _pair_on_hopper if config.spec.is_hopper else _pair_on_other_gpus
             return rule(config, weight_config, able)
     pair = one_by_one(config, weight_config, requested, where)
@@ -152,7 +163,7 @@ def _pair_on_other_gpus(config: Config, weight_config: Config, able: tuple[Algor
     if ours := tuple(one for one in able if one is not NATIVE):
         as_measured = on_measured_gpu(config), on_measured_gpu(weight_config)  # with the capability of the GPU at hand
         seconds_of_torch = Seconds(NATIVE.grads_estimate(*as_measured), NATIVE.host_seconds(as_measured[0], "grads"))
-        is_faster = _fastest_pair(*as_measured, ours)[0].waited < selection.clearly_below(config, seconds_of_torch)
+        is_faster = _fastest_pair(*as_measured, ours)[0].waited < clearly_below(config, seconds_of_torch)
         if is_faster or NATIVE not in able:
             return _fastest_pair(config, weight_config, ours)[1]
     return Gradients(NATIVE, NATIVE, at_once=True)

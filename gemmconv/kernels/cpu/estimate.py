@@ -79,20 +79,20 @@ def _least_cycles(config: Config, direction: Pass) -> float:
 def sizes(config: Config, direction: Pass) -> dict[str, float]:
     """The features that the rule is linear in: logarithms to base 2 of a layer's sizes, and flags."""
     p = config.problem
-    of_input, of_output, flops, outputs = p.gemm_k, p.group_out_channels, p.useful_flops, math.prod(p.output_shape)
-    least = max(1, flops) / 4 / kernels_for(config.dtype).lanes
+    of_input, of_output = p.gemm_k, p.group_out_channels
+    least = p.useful_flops / 4 / kernels_for(config.dtype).lanes
     return {
         "1": 1.0,
-        "waste": math.log2(max(1, _least_cycles(config, direction)) / least),
+        "waste": math.log2(_least_cycles(config, direction) / least),
         "in_channels": math.log2(min(of_input, 64)),
         "out_channels": math.log2(min(of_output, 64)),
         "taps": math.log2(p.taps),
         "stride": math.log2(math.prod(p.stride)),
         "width": math.log2(p.input_size[1]),
-        "work": math.log2(max(1, flops)),
+        "work": math.log2(p.useful_flops),
         "weights": math.log2(math.prod(p.weight_shape)),
-        "outputs": math.log2(max(1, outputs)),
-        "inputs": math.log2(max(1, math.prod(p.input_shape))),
+        "outputs": math.log2(math.prod(p.output_shape)),
+        "inputs": math.log2(math.prod(p.input_shape)),
         "fills": float(math.gcd(of_input, of_output) % kernels_for(config.dtype).lanes == 0),
         "is_dilated": float(max(p.dilation) > 1),
         "is_grouped": float(p.groups > 1),
