@@ -1,16 +1,19 @@
 /* Keys by which repeated plain calls, and their gradients, are recognised; gemmconv/ops/signatures.py says what counts.
  *
- *   signatures = Signatures(exchange, modes, levels, has_grad, has_autocast, cast_to, (precision, arguments), types)
- *   signatures.of_call(input, weight, bias, said) -> a tuple, or None of a call that Python has to look at
- *   signatures.of_gradient(grad, input, weight, asked) -> the same, also None while gradients are recorded
+ *   signatures = Signatures(exchange, calls, (count, modes), levels, has_grad, has_autocast, cast_to,
+ *                           (precision, arguments), types)
+ *   signatures.find_call(input, weight, bias, said) -> what the dictionary ``calls`` has for the call's key, and the key,
+ *                                                      a tuple: None for what there is not; no key if Python has to look
+ *   signatures.of_gradient(grad, input, weight, asked) -> a key, or None, also while gradients are recorded
  *
  * Types, devices, shapes and strides are packed as bytes into one object. It needs from torch: DLPack's functions;
- * functions without arguments that are true if this thread is in a mode; a module whose ``_current_level`` is below zero
+ * functions without arguments that are true if this thread is in a mode, of which the first, in Python, is for modes of
+ * torch functions, and is called only if their count is not zero; a module whose ``_current_level`` is below zero
  * outside forward-mode gradients; names of attributes; the types Tensor and Parameter. Tensors of other types, without
  * data (sparse, wrappers, empty) and complex ones have no signature.
  *
- * On an H100's host a key takes 9 to 13 us in a training step. Python took 17 to 35 us, since little of it stays in the
- * processor's caches there, and 9 us in a loop.
+ * What is called here is seldom in the processor's caches, where a layer's data fills them: on an H100's host a key
+ * takes 9 to 13 us in a training step. Python took 17 to 35 us, and 9 us in a loop.
  */
 #include "extension.h"
 
@@ -21,14 +24,14 @@ static const char* const texts[kNames] = {"is_neg", "requires_grad", "is_leaf", 
                                           "_current_level"};
 static PyObject* names[kNames];
 
-enum { kModes, kLevels, kHasGrad, kHasAutocast, kCastTo, kPrecision, kArguments, kTensor, kParameter, kHeld };
+enum { kCalls, kCount, kModes, kLevels, kHasGrad, kHasAutocast, kCastTo, kPrecision, kArguments, kTensor, kParameter, kHeld };
 typedef struct {
     object_t object;
     const exchange_t* exchange;
     PyObject* held[kHeld];  /* borrowed from the arguments */
 } signatures_t;
 
-enum { kComplex = 5, kFloat32 = 1 << 16 | 32 << 8 | 2 };  /* DLPack's codes; the latter with bits and lanes */
+enum { kCuda = 2, kComplex = 5, kFloat32 = 1 << 16 | 32 << 8 | 2 };  /* DLPack's; the last with bits and lanes */
 enum { kMostRank = 8, kTensors = 3, kMostWords = kTensors * (2 + 2 * kMostRank) };
 typedef struct { int count; uint64_t words[kMostWords]; } packed_t;
 
@@ -43,7 +46,9 @@ static int is_true(PyObject* made) {
 
 static int is_in_a_mode(const signatures_t* self) {
     const Py_ssize_t count = PyTuple_Size(self->held[kModes]);
-    for (Py_ssize_t i = 0; i < count; ++i) {
+    const int in_function_modes = is_true(call(self->held[kCount]));
+    if (in_function_modes < 0) return -1;
+    for (Py_ssize_t i = !in_function_modes; i < count; ++i) {
         const int found = is_true(call(PyTuple_GetItem(self->held[kModes], i)));
         if (found) return found;
     }
@@ -97,11 +102,11 @@ static int pack(const signatures_t* self, packed_t* packed, PyObject* object, in
     return 0;
 }
 
-/* The tuple of the packed bytes, two objects, and torch's precision for float32, which no other type depends on. */
+/* The tuple of the packed bytes, two objects, and torch's precision, which only float32 on a GPU depends on. */
 static PyObject* key_of(const signatures_t* self, const packed_t* packed, PyObject* said, PyObject* cast_to) {
-    const int is_float32 = (uint32_t)packed->words[0] == kFloat32;
+    const int has_precision = (uint32_t)packed->words[0] == kFloat32 && packed->words[1] >> 32 == kCuda;
     PyObject* precision =
-        is_float32 ? PyObject_Call(self->held[kPrecision], self->held[kArguments], NULL) : Py_NewRef(Py_None);
+        has_precision ? PyObject_Call(self->held[kPrecision], self->held[kArguments], NULL) : Py_NewRef(Py_None);
     if (!precision) return NULL;
     const Py_ssize_t size = packed->count * (Py_ssize_t)sizeof *packed->words;
     PyObject* bytes = PyBytes_FromStringAndSize((const char*)packed->words, size);
@@ -111,9 +116,8 @@ static PyObject* key_of(const signatures_t* self, const packed_t* packed, PyObje
     return key;
 }
 
-static PyObject* of_call(PyObject* object, PyObject* const* arguments, Py_ssize_t count) {
-    const signatures_t* self = (const signatures_t*)object;
-    if (count != 4) return PyErr_Format(PyExc_TypeError, "of_call takes 4 arguments, got %zd", count);
+/* The key of a call; None if it has none. */
+static PyObject* of_call(const signatures_t* self, PyObject* const* arguments) {
     packed_t packed;
     packed.count = 0;
     int other = !is_torchs(self, arguments[0]) || !is_torchs(self, arguments[1]);
@@ -132,6 +136,16 @@ static PyObject* of_call(PyObject* object, PyObject* const* arguments, Py_ssize_
     return key;
 }
 
+static PyObject* find_call(PyObject* object, PyObject* const* arguments, Py_ssize_t count) {
+    const signatures_t* self = (const signatures_t*)object;
+    if (count != 4) return PyErr_Format(PyExc_TypeError, "find_call takes 4 arguments, got %zd", count);
+    PyObject* key = of_call(self, arguments);
+    PyObject* found = key ? PyDict_GetItemWithError(self->held[kCalls], key) : NULL;  /* which has none for None */
+    PyObject* both = PyErr_Occurred() ? NULL : PyTuple_Pack(2, found ? found : Py_None, key);
+    Py_XDECREF(key);
+    return both;
+}
+
 static PyObject* of_gradient(PyObject* object, PyObject* const* arguments, Py_ssize_t count) {
     const signatures_t* self = (const signatures_t*)object;
     if (count != 4) return PyErr_Format(PyExc_TypeError, "of_gradient takes 4 arguments, got %zd", count);
@@ -148,9 +162,9 @@ static PyObject* of_gradient(PyObject* object, PyObject* const* arguments, Py_ss
 static int fill(PyObject* object) {
     signatures_t* self = (signatures_t*)object;
     PyObject *capsule, **held = self->held;
-    if (!PyArg_ParseTuple(self->object.arguments, "OO!OOOO(OO!)(OO)", &capsule, &PyTuple_Type, &held[kModes],
-                          &held[kLevels], &held[kHasGrad], &held[kHasAutocast], &held[kCastTo], &held[kPrecision],
-                          &PyTuple_Type, &held[kArguments], &held[kTensor], &held[kParameter]))
+    if (!PyArg_ParseTuple(self->object.arguments, "OO!(OO!)OOOO(OO!)(OO)", &capsule, &PyDict_Type, &held[kCalls],
+                          &held[kCount], &PyTuple_Type, &held[kModes], &held[kLevels], &held[kHasGrad], &held[kHasAutocast], &held[kCastTo],
+                          &held[kPrecision], &PyTuple_Type, &held[kArguments], &held[kTensor], &held[kParameter]))
         return -1;
     self->exchange = exchange_of(capsule);
     return self->exchange ? 0 : -1;
@@ -162,7 +176,7 @@ static PyObject* signatures_new(PyTypeObject* type, PyObject* arguments, PyObjec
 }
 
 static PyMethodDef methods[] = {
-    {"of_call", (PyCFunction)(void (*)(void))of_call, METH_FASTCALL, "What a call is known by, None in a mode."},
+    {"find_call", (PyCFunction)(void (*)(void))find_call, METH_FASTCALL, "The cached call, and what it is known by."},
     {"of_gradient", (PyCFunction)(void (*)(void))of_gradient, METH_FASTCALL, "What its gradients are known by."},
     {NULL, NULL, 0, NULL}};
 static PyType_Slot slots[] = {

@@ -31,6 +31,10 @@ def float32_precision(value):
         conv.fp32_precision = before
 
 
+def call_signature(*call):
+    return keys.find_call(*call)[1]
+
+
 INPUT, WEIGHT, BIAS = tensor(2, 3, 4, 5), Parameter(tensor(3, 6, 2, 2)), Parameter(tensor(6))
 LAST = torch.channels_last
 CALLS = {
@@ -80,12 +84,12 @@ def signatures(make):
 
 @needs_the_extension
 def test_both_tell_the_same_calls_apart():
-    in_c, in_python = signatures(keys.call_signature), signatures(keys._call_signature_in_python)
-    assert keys.call_signature is not keys._call_signature_in_python
+    in_c, in_python = signatures(call_signature), signatures(keys._call_signature_in_python)
+    assert keys.find_call is not keys._find_call_in_python
     assert None not in (*in_c.values(), *in_python.values())
     for one, other in itertools.combinations(in_c, 2):
         assert (in_c[one] == in_c[other]) == (in_python[one] == in_python[other]), (one, other)
-    assert signatures(keys.call_signature) == in_c
+    assert signatures(call_signature) == in_c
 
 
 @needs_the_extension
@@ -112,7 +116,7 @@ def test_both_tell_the_same_gradients_apart():
 
 
 @needs_the_extension
-@pytest.mark.parametrize("make", [keys.call_signature, keys._call_signature_in_python])
+@pytest.mark.parametrize("make", [call_signature, keys._call_signature_in_python])
 def test_calls_in_a_mode_have_none(make):
     found = []
 
@@ -143,14 +147,14 @@ def test_tensors_without_data_are_not_known():
     functional = [torch._to_functional_tensor(one) for one in (INPUT, empty)]
     zeros = [torch._efficientzerotensor(one.shape) for one in (INPUT, empty)]
     for odd in (INPUT.to_sparse(), INPUT.to("meta"), INPUT.cfloat().conj(), empty, *functional, *zeros):
-        assert keys.call_signature(odd, WEIGHT, BIAS, b"a") is None
-        assert keys.call_signature(INPUT, WEIGHT, odd, b"a") is None
+        assert call_signature(odd, WEIGHT, BIAS, b"a") is None
+        assert call_signature(INPUT, WEIGHT, odd, b"a") is None
         with torch.no_grad():
             assert keys.gradient_signature(odd, INPUT, WEIGHT, (True,) * 3) is None
 
 
 @needs_the_extension
-@pytest.mark.parametrize("make", [keys.call_signature, keys._call_signature_in_python])
+@pytest.mark.parametrize("make", [call_signature, keys._call_signature_in_python])
 def test_only_tensors_and_parameters_are_known(make):
     assert make(Parameter(INPUT), WEIGHT, BIAS, b"a") is not None
     for odd in (INPUT.as_subclass(type("Own", (torch.Tensor,), {})), INPUT.numpy(), [1.0], None):
@@ -165,38 +169,47 @@ def test_signatures_keep_no_memory():
 
     def work(rounds):
         for _ in range(rounds):
-            keys.call_signature(INPUT, WEIGHT, BIAS, said)
-            keys.call_signature(INPUT.to_sparse(), WEIGHT, None, said)
+            call_signature(INPUT, WEIGHT, BIAS, said)
+            call_signature(INPUT.to_sparse(), WEIGHT, None, said)
             with torch.no_grad():
                 keys.gradient_signature(INPUT, None, WEIGHT, asked)
             with torch.autocast("cpu", torch.bfloat16):
-                keys.call_signature(INPUT, WEIGHT, BIAS, said)
+                call_signature(INPUT, WEIGHT, BIAS, said)
             with pytest.raises(TypeError, match="takes 4 arguments, got 1"):
-                keys.call_signature(INPUT)
+                keys.find_call(INPUT)
 
     keeps_no_memory(held, work, (500,), (5000,))
 
 
 @needs_the_extension
-def test_what_is_raised_while_a_signature_is_made_is_raised():
-    """Not what comes after it."""
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_what_is_raised_while_a_signature_is_made_is_raised(device):
+    """Not what comes after it. torch's precision is read for a GPU alone."""
+    input, weight, bias = (one.to(device) for one in (INPUT, WEIGHT.detach(), BIAS.detach()))
+    of_device = ["precision"] if device == "cuda" else []
 
     def fail(*_):
         raise KeyboardInterrupt
 
     def make(of_call=True, **changed):
-        parts = {name: (lambda: False) for name in ("has_grad", "precision", "mode")}
-        parts |= {"has_autocast": lambda: True, "cast_to": lambda input: None} | changed
-        modes, levels = (parts["mode"],), SimpleNamespace(_current_level=-1)
+        parts = {name: (lambda: False) for name in ("has_grad", "precision", "count")}
+        parts |= {"has_autocast": lambda: True, "cast_to": lambda input: None}
+        parts |= {"function_modes": fail, "mode": lambda: False} | changed
+        modes = parts["count"], (parts["function_modes"], parts["mode"])
         states = parts["has_grad"], parts["has_autocast"], parts["cast_to"], (parts["precision"], ())
-        made = extension().Signatures(exchange_of_tensors(), modes, levels, *states, (torch.Tensor, torch.nn.Parameter))
-        return made.of_call(INPUT, WEIGHT, BIAS, b"a") if of_call else made.of_gradient(INPUT, INPUT, WEIGHT, (True,))
+        torchs = modes, SimpleNamespace(_current_level=-1), *states, (torch.Tensor, torch.nn.Parameter)
+        made = extension().Signatures(exchange_of_tensors(), {}, *torchs)
+        if of_call:
+            return made.find_call(input, weight, bias, b"a")
+        return made.of_gradient(input, input, weight, (True,))
 
-    assert make() is not None
-    for name in ("mode", "has_grad", "has_autocast", "cast_to", "precision"):
+    assert make() is not None  # without a mode of functions, what says whether it matters is not asked
+    with pytest.raises(KeyboardInterrupt):
+        make(count=lambda: 1)
+    for name in ("count", "mode", "has_grad", "has_autocast", "cast_to", *of_device):
         with pytest.raises(KeyboardInterrupt):
             make(**{name: fail})
-    for name in ("mode", "has_grad", "precision"):
+    for name in ("count", "mode", "has_grad", *of_device):
         with pytest.raises(KeyboardInterrupt):
             make(of_call=False, **{name: fail})
 

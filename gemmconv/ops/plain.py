@@ -16,7 +16,7 @@ An example is a layer of 64 to 32 channels in an epoch of 1,000 images of 8 x 8,
     [128, 64, 8, 8], 6 times  call A and signature A calls it
     [104, 64, 8, 8]           None and signature B   prepares call B, adds it, and calls it
 
-Each of the following asks ``find_call`` first. Where it finds nothing,
+Each of the following asks ``find_call`` (signatures.py, mostly in C) first. Where it finds nothing,
 
     a layer of images (module.py)                       calls conv_transpose2d
     conv_transpose2d, a compiled graph (compiled.py)    prepares it by ``prepare``, unless torch's operator is taken
@@ -31,7 +31,6 @@ the dispatcher, and on tensors that are not dense (:mod:`gemmconv.dispatch`).
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from functools import partial
 from typing import Any
 
@@ -39,24 +38,11 @@ import torch
 from torch import Tensor
 
 from gemmconv.dispatch import are_dense, in_a_mode
-from gemmconv.ops import call_cache
 from gemmconv.ops.autocast import cast_as_autocast, casts_parameters, is_autocasting
 from gemmconv.ops.left_to_torch import is_left_to_torch
 from gemmconv.ops.recording import Call, prepare_with_autograd
 from gemmconv.ops.schemas import Arguments, Tensors, without_data
-from gemmconv.ops.signatures import call_signature
-
-
-def find_call(input: Tensor, weight: Tensor, bias: Tensor | None, arguments_key: bytes) -> tuple[Call | None, Hashable]:
-    """The prepared call that is cached for a call, and the call's signature; None for what there is not.
-
-    Only torch's own tensors and parameters, of no subclass, have a signature.
-    """
-    try:
-        signature = call_signature(input, weight, bias, arguments_key)
-    except RuntimeError:  # a tensor without strides, such as a sparse one
-        return None, None
-    return call_cache.entries.get(signature), signature  # the cache has no entry for None
+from gemmconv.ops.signatures import find_call as find_call
 
 
 def prepare(input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Arguments) -> Call | None:
@@ -120,9 +106,10 @@ def _prepare_under_autocast(tensors: Tensors, arguments: Arguments) -> Call:
     if not casts_parameters(tensors, dtype):
         call = prepare_with_autograd(tuple(map(cast, tensors)), arguments)
         return lambda input, weight, bias: call(cast(input), cast(weight), cast(bias))
-    # Kernels are chosen by dtype, shapes and strides of all tensors after the cast: ``after_cast``. The input is cast
-    # here. Weight and bias are not, since the call will cast them from the dtype of ``parameters``: tensors without
-    # data, of the dtype after the cast, stand in for them. The prepared call keeps no tensor.
+    # Kernels are chosen by dtype, shapes and strides of all tensors after the cast: ``after_cast``. For float32 tensors
+    # under bfloat16 these are the input in bfloat16, and for weight and bias bfloat16 tensors without data, of which
+    # only dtype, shape and strides are read. The call casts the weights that it is given: ``parameters`` says from
+    # float32. It keeps no tensor.
     input, *parameters = tensors
     after_cast = cast(input), *(without_data(one, dtype) for one in parameters)
     casting_call = prepare_with_autograd(after_cast, arguments, parameters=tuple(parameters))

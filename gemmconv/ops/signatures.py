@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
-from gemmconv.dispatch import MODES, in_a_mode
+from gemmconv.dispatch import MODES, function_mode_count, in_a_mode
 from gemmconv.errors import KernelError
 from gemmconv.extension import exchange_of_tensors, extension
 from gemmconv.ops.autocast import is_autocasting
 from gemmconv.ops.autograd import Needs
-from gemmconv.ops.call_cache import tensor_signature
+from gemmconv.ops.call_cache import entries, tensor_signature
 
 _TENSOR_TYPES = {Tensor, Parameter}
 _keys_of = torch._C._dispatch_keys
@@ -42,8 +43,19 @@ def _call_signature_in_python(input: Tensor, weight: Tensor, bias: Tensor | None
     return (
         *(arguments_key, input.shape, input.stride(), dtype, input.get_device(), _keys_of(input).raw_repr()),
         *(weight.shape, weight.stride(), weight.dtype, weight.device, of_weight, of_bias, cast_to, tracked),
-        _precision("cuda", "conv") if dtype is torch.float32 else None,
+        _precision("cuda", "conv") if dtype is torch.float32 and input.is_cuda else None,
     )
+
+
+def _find_call_in_python(
+    input: Tensor, weight: Tensor, bias: Tensor | None, arguments_key: bytes
+) -> tuple[Any, Hashable]:
+    """The prepared call that is cached for a call, and the call's signature; None for what there is not."""
+    try:
+        signature = _call_signature_in_python(input, weight, bias, arguments_key)
+    except RuntimeError:  # a tensor without strides, such as a sparse one
+        return None, None
+    return entries.get(signature), signature  # the cache has no entry for None
 
 
 def _gradient_signature_in_python(grad: Tensor, input: Tensor | None, weight: Tensor | None, needs: Needs) -> Hashable:
@@ -52,7 +64,7 @@ def _gradient_signature_in_python(grad: Tensor, input: Tensor | None, weight: Te
         return None
     # Saved tensors count, too: hooks may return them in another format.
     tensors = tuple([one if one is None else (tensor_signature(one), one.is_neg()) for one in (grad, input, weight)])
-    return tensors, needs, _precision("cuda", "conv") if grad.dtype is torch.float32 else None
+    return tensors, needs, _precision("cuda", "conv") if grad.dtype is torch.float32 and grad.is_cuda else None
 
 
 def _autocast_state(input: Tensor) -> Hashable:
@@ -68,17 +80,18 @@ def _cast_caching(one: Tensor | None) -> Hashable:
     return None if one is None else (one.requires_grad, one.is_leaf, one._is_view(), one.is_inference())
 
 
-def _signatures() -> tuple[Callable[..., Hashable], Callable[..., Hashable]]:
-    """The functions that make signatures of calls and of backward passes, in C if the extension is there."""
+def _signatures() -> tuple[Callable[..., tuple[Any, Hashable]], Callable[..., Hashable]]:
+    """The functions that find prepared calls, and make backward passes' signatures: in C if the extension is there."""
     try:
         in_c, exchange = extension(), exchange_of_tensors()
     except KernelError:  # a call on a GPU raises it
         in_c = exchange = None
     if in_c is None or exchange is None:
-        return _call_signature_in_python, _gradient_signature_in_python
-    torchs = MODES, forward_ad, _has_grad, _has_autocast, _autocast_state, (_precision, ("cuda", "conv"))
-    made = in_c.Signatures(exchange, *torchs, (Tensor, Parameter))
-    return made.of_call, made.of_gradient
+        return _find_call_in_python, _gradient_signature_in_python
+    modes, precision = (function_mode_count, MODES), (_precision, ("cuda", "conv"))
+    states = forward_ad, _has_grad, _has_autocast, _autocast_state
+    made = in_c.Signatures(exchange, entries, modes, *states, precision, (Tensor, Parameter))
+    return made.find_call, made.of_gradient
 
 
-call_signature, gradient_signature = _signatures()
+find_call, gradient_signature = _signatures()
