@@ -74,7 +74,8 @@ def conv_transpose2d(
     where, options = "conv_transpose2d", (algorithm, precision, workspace_limit)
     given = stride, padding, output_padding, groups, dilation, *options
     key = None
-    # A repeated call: one of the same signature was prepared, and checked, before. ``key`` is the signature. It is None
+    # A repeated call: one of the same signature was prepared, and checked, before. ``given_key`` is the arguments' part
+    # of the signature, and ``key`` all of it. It is None
     # under torch.compile and torch.jit.trace, in a mode, for arrays, subclasses and sparse tensors, and for arguments
     # that are no numbers and strings. Such a call is not cached here.
     if not torch.compiler.is_compiling() and (given_key := call_cache.arguments_key(given)) is not None:
@@ -102,7 +103,8 @@ def conv_transpose2d(
         and torch._C._get_tracing_state() is None  # under torch.jit.trace sizes are tensors
     )
     # The cases are tried in this order; the first whose condition holds computes the call. 1 to 3 need algorithm "auto"
-    # or "native".
+    # or "native". 2 comes before 3, whose estimates know no complex numbers. 3 comes before 4, which does not ask
+    # whether torch's operator is chosen. 5 has the exceptions of 6, and comes after 4, whose calls are none of these.
     #      condition                                                 what computes the call
     #   1. on a CPU: traced, compiled, or an input of a subclass     torch's operator (exceptions: see its function)
     #   2. complex tensors                                           torch's operator, by real and imaginary parts
@@ -117,7 +119,7 @@ def conv_transpose2d(
         return ops.checked_torch_conv_transpose2d(input, weight, bias, *geometry)
     if input.is_complex() and algorithm in ("auto", "native"):  # 2
         return torch.conv_transpose2d(input, weight, bias, *geometry)
-    # is_left_to_torch may raise an error, if shapes do not fit together. With a key of None nothing is cached.
+    # is_left_to_torch raises the error for shapes that do not fit together. find_or_make caches nothing without a key.
     if is_eager and (input.is_cuda or input.is_cpu) and ops.is_left_to_torch(input, weight, bias, arguments):  # 3
 
         def torchs_call(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -16,6 +16,7 @@ from gemmconv import functional, rank, validation
 from gemmconv.dispatch import function_mode_count, only_patched
 from gemmconv.kernels.base import Precision
 from gemmconv.ops import call_cache, followers, plain
+from gemmconv.ops.recording import Call
 from gemmconv.ops.schemas import Options
 from gemmconv.selection import NAMES
 
@@ -94,6 +95,7 @@ class Layer(nn.Module):
         attributes: tuple[Any, ...] = _attributes_of(self)
         if (last := self._last_arguments) is None or last[0] != attributes:
             attributes = deepcopy(attributes)  # a list may be edited in place later
+            # The first five are stride, padding, output_padding, groups and dilation; Options has all in order.
             arguments = attributes if self._axes > 1 else (*rank.of_height_1(*attributes[:5]), *attributes[5:])
             self._last_arguments = last = attributes, (arguments, call_cache.arguments_key(arguments))
         return last[1]
@@ -117,7 +119,8 @@ class Layer(nn.Module):
         if not compiling and function_mode_count() and only_patched():
             with torch._C.DisableTorchFunction():
                 return self.forward(input, output_size)
-        # nn.Module's attribute look-up takes a microsecond more. Parametrizations and FSDP store the tensors elsewhere.
+        # Read weight and bias from ``_parameters``: nn.Module's look-up of an attribute takes a microsecond more. Where
+        # they are not there, as with parametrizations and FSDP, ask nn.Module.
         parameters: dict[str, Any] = {} if compiling else self._parameters
         weight: Any = parameters["weight"] if "weight" in parameters else self.weight  # noqa: SIM401
         bias: Any = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401
@@ -127,8 +130,10 @@ class Layer(nn.Module):
             call, key = (None, None) if arguments_key is None else plain.find_call(input, weight, bias, arguments_key)
             if call is not None:
                 return call(input, weight, bias)
-            if key is not None and (output := self._on_cache_miss(key, input, weight, bias)) is not None:
-                return output
+            if key is not None:
+                self._compile_followers(input, weight, bias)
+                if (call := self._prepare(key, input, weight, bias)) is not None:
+                    return call(input, weight, bias)
         # Any other call, with all checks.
         output_padding: Any = self.output_padding
         if output_size is not None:
@@ -137,17 +142,19 @@ class Layer(nn.Module):
         geometry = self.stride, self.padding, output_padding, self.groups, self.dilation
         return self._function(input, weight, bias, *geometry, **self._settings())
 
-    def _on_cache_miss(self, key: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-        """Runs if no cached call has the signature ``key``: for the first call of a size, for example.
+    def _compile_followers(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        """In other threads, compile what layers made after this one are likely to launch.
 
-        For layers of signals and images, other threads then compile what the layers made after this one are likely to
-        launch.
-
-        Returns:
-            The output, if a subclass computes it here; None, if the functional form is to be called.
+        Layers of signals and images do so when no call of their signature is cached: at the first call of a size.
         """
         if self._axes < 3 and input.is_cuda and self.algorithm != "native":
             followers.compile_followers(self._position, self, (input, weight, bias))
+
+    def _prepare(self, key: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Call | None:
+        """The call for a signature that is not cached; None, as for images and volumes, if it is the functional form's.
+
+        The functional form checks the call, prepares it and caches it.
+        """
         return None
 
     def extra_repr(self) -> str:
@@ -191,31 +198,24 @@ class ConvTranspose1d(Layer, nn.ConvTranspose1d):
     _axes = 1
     _function = staticmethod(rank.conv_transpose1d)
 
-    def _on_cache_miss(self, key: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-        """First try to prepare a call on signals; else look for a cached call on images of height 1; else return None.
+    def _prepare(self, key: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Call | None:
+        """A call on signals, cached by ``key``; else one on images of height 1, if the functional form has cached it.
 
-            call               is cached as a call on    so the next such call
-            of a batch         signals, by ``key``       is found by :meth:`forward`, and does not come here
-            under autocast     images, by their key      comes here, and is found by its key as images
-            without a batch    images, by their key      comes here, and is found by its key as images
-
-        The functional form has cached those on images.
+        A call under autocast, or without a batch, is always one on images: so it comes here each time.
         """
-        super()._on_cache_miss(key, input, weight, bias)
-        if input.dim() not in (2, 3):
-            return None
         arguments, arguments_key = self._arguments_and_key()
-        call = None
         # Errors are ignored here: forward then calls the functional form, which raises it in 1-D terms.
         with suppress(TypeError, RuntimeError, ValueError, NotImplementedError):
             if input.dim() == 3:
-                call = call_cache.find_or_make(key, partial(plain.prepare_signal, input, weight, bias, arguments))
-        if call is not None:
-            return call(input, weight, bias)
+                make = partial(plain.prepare_signal, input, weight, bias, arguments)
+                call: Call | None = call_cache.find_or_make(key, make)
+                if call is not None:
+                    return call
+        if arguments_key is None or input.dim() not in (2, 3):
+            return None
         images, kernels = input.unsqueeze(-2), weight.unsqueeze(-2)
-        if arguments_key is not None:
-            call, _ = plain.find_call(images, kernels, bias, arguments_key)
-        return None if call is None else call(images, kernels, bias).squeeze(-2)
+        on_images, _ = plain.find_call(images, kernels, bias, arguments_key)
+        return None if on_images is None else lambda *_: on_images(images, kernels, bias).squeeze(-2)
 
 
 class ConvTranspose3d(Layer, nn.ConvTranspose3d):

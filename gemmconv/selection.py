@@ -107,8 +107,12 @@ class Seconds:
 
     What counts is ``max(device, min(host, 2 * device))``. A step of large layers waits for the device, and a step of
     small ones for the host: the longer time counts. But in a CUDA graph host time costs nothing, so no choice shall be
-    more than ``most_slowdown`` (2, a policy) times as slow on the device to save host time. For example 10 us on the
-    device and 50 us on the host count as 20 us. So that wins over 21 us and 5 us, and loses to 19 us and 5 us.
+    more than ``most_slowdown`` (2, a policy) times as slow on the device to save host time. The least counts:
+
+        device    host     counts as
+        19 us     5 us     19 us
+        10 us     50 us    20 us
+        21 us     5 us     21 us
     """
 
     device: float
@@ -171,10 +175,10 @@ def _first_on_other_gpus(config: Config, direction: Direction) -> tuple[Algorith
 def _order_on_cpu(config: Config, direction: Direction, isa: str) -> list[tuple[Algorithm, str]]:
     """The order on a CPU with the C extension, by the rule in :mod:`gemmconv.kernels.cpu.estimate`.
 
-    The order is that of :func:`estimates`, where torch's operator has a bonus for what the rule may be wrong by:
-    ``estimate.native_seconds`` has divided its expected time by the second of ``estimate.speedups``. With 1.3, torch's
-    150 us count as 115, and ``fused`` comes first if it is expected to take less. Where a weight changes between calls,
-    the time to pack it counts against ``fused`` too.
+    The order is that of :func:`estimates`. There torch's operator has a bonus, since the rule may be wrong: its
+    estimate (``estimate.native_seconds``) is its expected time divided by ``least``, the speed-up from which ``auto``
+    takes ``fused``. With a least of 1.3, torch's 150 us count as 115, and ``fused`` comes first if it is expected to
+    take less. Where a weight changes between calls, the time to pack it counts against ``fused`` too.
     """
     (ratio, least), threads = estimate.speedups(config, direction), torch.get_num_threads()
     fused = f"expected at {ratio:.2f} times torch's speed with {isa} and {threads} threads" if ratio else "not measured"
@@ -231,7 +235,7 @@ def choose(config: Config, requested: str, where: str, direction: Direction = "f
             raise NotImplementedError(f'{where}: {named.name}: {reason}; or use algorithm="auto"')
         return named
     if (entry := tuned.entry_of(config, direction)) is not None:
-        fastest = BY_NAME.get(entry.algorithms[0])
+        fastest = BY_NAME.get(entry.algorithms[0])  # the tuned algorithms are in the order of their times
         if fastest is not None and can_serve(fastest, config, direction):
             return fastest
     for algorithm, _ in preference(config, direction):

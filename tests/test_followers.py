@@ -164,7 +164,7 @@ def test_layers_of_signals_are_guessed_as_images_of_height_1(asked, monkeypatch)
 
     monkeypatch.setattr(WithoutData, "unsqueeze", unsqueezed, raising=False)
     monkeypatch.setattr(gemmconv.ConvTranspose1d, "_function", lambda *_, **__: "result")
-    monkeypatch.setattr(gemmconv.ConvTranspose1d, "_on_cache_miss", gemmconv.module.Layer._on_cache_miss)
+    monkeypatch.setattr(gemmconv.ConvTranspose1d, "_prepare", gemmconv.module.Layer._prepare)
     layers = [gemmconv.ConvTranspose1d(2 * c, c, 2 * s, s, s // 2) for c, s in ((64, 8), (32, 4))]
     other = gemmconv.ConvTranspose2d(32, 8, 4)
     for layer in (*layers, other):

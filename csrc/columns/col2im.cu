@@ -14,7 +14,8 @@
  * This kernel gathers: one thread adds up all of an output, so there are no atomics and the order is always the same.
  * Every value of the columns is read at most once. Outputs of one phase, o mod S, have the same taps.
  *
- * A thread has a rectangle of outputs, RECT_ROWS x RECT_W. The j-th rectangle of a row begins at output j * RECT_W.
+ * A thread has a rectangle of outputs, RECT_ROWS x RECT_W; more rows where strides are small, so that it has more work.
+ * The j-th rectangle of a row begins at output j * RECT_W.
  *   RECT_W = STRIDE_W  One output of each phase. They read inputs near j, so a warp reads neighbouring addresses. The
  *                      taps of the s-th output, and how far from j it reads (its shift), are known when compiling.
  *   RECT_W = 1         For strides over 16, whose sums take too many registers. The taps across are found at run time.
@@ -61,7 +62,8 @@ using accumulate_t = accumulator_t<OUTPUT_T>;
 // A row of a rectangle of 2 or 4 outputs is one vector store if rows of the output are whole rectangles.
 constexpr bool kVectorStore = RECT_W == 2 || RECT_W == 4;
 
-// Taps of one phase are kStep = S / gcd(S, D) apart, since S then divides kStep * D. A phase has at most kTaps of them.
+// Taps of one phase are kStep = S / gcd(S, D) apart, since S then divides kStep * D: with S=4 and D=2 every second tap.
+// A phase has at most kTaps of them.
 constexpr int kStepD = tap_step(STRIDE_D, DILATION_D), kStepH = tap_step(STRIDE_H, DILATION_H);
 constexpr int kStepW = tap_step(STRIDE_W, DILATION_W);
 constexpr int kTapsD = ceil_div(KERNEL_D, kStepD), kTapsH = ceil_div(KERNEL_H, kStepH);
@@ -94,7 +96,7 @@ __device__ __forceinline__ void add_row(
     int j) {
     #pragma unroll
     for (int s = 0; s < RECT_W; ++s) {
-        // P + the output's place s in the rectangle, a constant; but if RECT_W is not STRIDE_W, P + its column j.
+        // P + the output's place: in the rectangle (s, a constant), or in the row (s = 0, column j) if RECT_W is 1.
         const int padded_w = s + PADDING_W + (RECT_W == STRIDE_W ? 0 : j);
         const int first_kw = first_tap<KERNEL_W, STRIDE_W, DILATION_W>(padded_w);
         const COLUMN_T* tap = tap_row + first_kw * tap_stride;

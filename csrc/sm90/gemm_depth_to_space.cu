@@ -11,18 +11,21 @@
  * that a thread stores outputs of both together. The eight lanes that have the same lines store a stretch of an output row. So
  * sums go from registers to memory, not by way of shared memory, which is busy with weights. Memory takes about as long as the
  * products: outputs of a line block stay in registers, and are stored while the next one's products run (DEFERRED_STORES).
- *   KERNEL_H = KERNEL_W = 2, bf16: lane 5 (g = 1, t = 1) has lines 2 and 3, so kh = 1 of channel 0, of its two positions
+ *   KERNEL_H = KERNEL_W = 2, bf16, PAIRED_ROWS: lane 5 (g = 1, t = 1) of warp 0 has lines 2 and 3, so kh = 1 of channel 0, of
+ *   positions 2 and 3. Its first four sums are outputs (kw 0, kw 1) of position 2, then of 3: four neighbours of an output row,
+ *   which `values` has in this order and `words` as two words. It stores 8 bytes at column 4 of row 1 of channel 0.
  *
  * Macros: those of pipeline/pixels_on_m.cuh, with one position block, no memory of its own, kernels of 1, 2, 4, 8 or 16 taps,
  * LINES a multiple of 4 * KERNEL_W where PACKED; images have one row where KERNEL_H is 1; PAIRED_ROWS (1 where KERNEL_W <= 2 and
  * rows of images are even); DEFERRED_STORES (1 or 0); WHOLE_OUTS (1 where output channels are whole blocks of lines). Chosen by
- * gemmconv/kernels/sm90/gemm_depth_to_space.py.
+ * gemmconv/kernels/sm90/gemm_depth_to_space.py. `python -m pytest tests/test_kernels.py -k depth_to_space` runs this file on a CPU.
  */
 #include "pipeline/pixels_on_m.cuh"
 #include "ptx/store.cuh"
 
 static_assert(POSITION_BLOCKS == 1 && !WINDOWED && 16 % kTaps == 0, "one position block, whole images, taps divide 16");
-constexpr int kShares = CHUNK_CLASS;  // chunks that multiply peels off: each has a share of the stores
+// multiply takes so many chunks before its loop, and calls back in each: with a share of the stores of the block before.
+constexpr int kShares = CHUNK_CLASS;
 
 // Rows g and g + 8 of a warp's 16 are positions 2g and 2g + 1, or g and g + 8.
 constexpr bool kPaired = PAIRED_ROWS;
@@ -32,8 +35,17 @@ static_assert(!kPaired || KERNEL_W <= 2, "outputs of two positions are neighbour
 __device__ __forceinline__ int out_width(const pixels_on_m_params& p) { return p.in_w * KERNEL_W; }
 __device__ __forceinline__ int out_plane(const pixels_on_m_params& p) { return p.in_h * p.in_w * kTaps; }
 
-// Consecutive lines of a lane (weights/pack.cu); products' tiles of 8 lines that hold them; how many times a lane has such lines.
-constexpr int kLane = PACKED && KERNEL_W > 2 ? KERNEL_W : 2, kTiles = kLane / 2, kTurns = LINES / 8 / kTiles;
+/* wgmma gives a lane two lines of each tile of 8. For wide kernels weights/pack.cu has put a kernel's row of KERNEL_W lines
+ * at two lines of each of several tiles, so that a lane has whole rows of outputs:
+ *
+ *   KERNEL_W      kLane, lines beside each other of a lane   kTiles, that they lie in   lines of lane 5 (t = 1), first turn
+ *   1 or 2        2                                          1                          2, 3
+ *   not PACKED    2                                          1                          2, 3
+ *   4 and PACKED  4                                          2                          4, 5, 6, 7
+ *   8 and PACKED  8                                          4                          8 to 15
+ */
+constexpr int kLane = PACKED && KERNEL_W > 2 ? KERNEL_W : 2, kTiles = kLane / 2;
+constexpr int kTurns = LINES / 8 / kTiles;  // how many times a lane has such lines
 static_assert(LINES % (8 * kTiles) == 0 && KERNEL_W <= 8, "tiles and lanes have whole rows of outputs");
 
 /* The first line of a lane. */
@@ -142,7 +154,7 @@ private:
  */
 __device__ __forceinline__ void consume(const pixels_on_m_params& p, int warp) {
     ring_t ring, slots;
-    outputs_t outputs;
+    outputs_t outputs;  // of the block before; at first there is none: nothing of it is inside, and nothing is stored
     each_item<item_t>(p, [&](const item_t& item) {
         const places_t places(p, item.position, warp);
         #pragma unroll 1

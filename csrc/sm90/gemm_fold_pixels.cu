@@ -81,9 +81,12 @@ constexpr int kKept = FOLD_TURNS <= 2 ? FOLD_TURNS : 1;
  * each 8 lines, lane 4g + t has lines 2t and 2t + 1 in rows g and g + 8. multiply has loaded positions 2g and 2g + 1 to
  * these rows (PAIRED in pixels_on_m.cuh). So sums 0 to 3 of lane 5 (g = 1, t = 1) are:
  *
- *                 line 2   line 3        A lane writes sums 0 and 2 at once, which are neighbours in a line of columns,
- *   position 2    0        1             then 1 and 3. It has LINES / 2 sums of a position block: 16 x LINES, over 32
- *   position 3    2        3             lanes.
+ *                 line 2   line 3
+ *   position 2    0        1
+ *   position 3    2        3
+ *
+ *   A lane writes sums 0 and 2 at once, which are neighbours in a line of columns, then 1 and 3. It has LINES / 2 sums
+ *   of a position block: those of 16 x LINES, shared by 32 lanes.
  *
  *   Fold 1 of the example has sums 24 to 47 of a lane, of 6 x 8 lines. Lane 5 of warp 2 writes positions 34 and 35 of
  *   the fold's lines 2, 3, 10, 11, ... The emulator of the tests has wgmma's layout from the PTX manual.

@@ -106,8 +106,9 @@ class Kernel(ABC):
         tile                             its best tile, by ``seconds``
         expected                         seconds by which kernels are compared; the least gives its ``program``
 
-    On a GPU these are asked for the sizes that represent a size class (size_class.py), and ``fitted`` then gives the
-    tile for the sizes at hand: see ``_fitted`` in gemmconv/algorithms/base.py.
+    On a GPU these are asked for the sizes that represent a size class (size_class.py), so that all sizes of the class
+    have one compiled kernel. ``fitted`` then gives the tile for the sizes at hand, which differs in what the kernel
+    takes as arguments; sm90/gemm_fold_pixels.py has an example, gemmconv/algorithms/base.py (``_fitted``) the call.
 
     Attributes:
         name: its folder and file under csrc/, without the ending.
@@ -134,7 +135,10 @@ class Kernel(ABC):
 
     @abstractmethod
     def seconds(self, config: Config, direction: Pass, tile: Any) -> float:
-        """Estimated seconds of a call, by which tiles are compared; kernels are compared by :meth:`expected`."""
+        """Estimated seconds of a call, by which tiles are compared.
+
+        Kernels are compared by :meth:`expected`, whose correction is the same for all tiles of a kernel.
+        """
 
     def expected(self, config: Config, direction: Pass, tile: Any) -> float:
         """Expected seconds of a call: :meth:`seconds` times a correction fitted to measurements of similar layers."""

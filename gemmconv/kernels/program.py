@@ -38,7 +38,7 @@ class Long(int):
 
 @dataclass(frozen=True)
 class ByFormat:
-    """A constant in a kernel's params that depends on the memory format of the weight."""
+    """A constant in a kernel's params that depends on the weight's memory format, known when a call is bound."""
 
     contiguous: int
     channels_last: int
@@ -280,8 +280,8 @@ def concatenate(earlier: Program, later: Program, arguments: Sequence[str]) -> P
     once. The outputs of both must have different names. (When the program is bound, scratch of ``earlier`` may lie in
     the memory of outputs of ``later``, which are written after it: see ``_laid_out`` in gemmconv/kernels/bind.py.)
 
-    An example, the weight's and then the input's gradient, which need grad_output in one form. The steps of ``later``
-    are renamed, and get another name for what ``earlier`` has a name of:
+    Where both have a name for different memory, that of ``later`` gets a "_2". An example is the weight's and then the
+    input's gradient, which calls grad_output "input" (see :func:`gathering`). Both need it in one form:
 
         operand or scratch     in earlier       in later    in both
         grad_output            "grad_output"    "input"     "grad_output"

@@ -25,10 +25,15 @@ operators of their own, in volumes.py.
 
 A caller may ask for a call that takes or returns other tensors than the operator does, by a Convention. Under autocast,
 for example, Convention(parameter_dtype=float32) asks for call(input bf16, weight float32, bias float32) -> output bf16,
-which casts weight and bias in a kernel of ours. The other fields change gradients' strides, or that they include the
-bias's; say that the casts are returned too; that a weight is trained, and so not kept packed on a CPU; and that tensors
-are signals. configs.py has the call of each. This file only makes the Convention part of the key, and passes it on to
-forward.py and gradients.py, which prepare such calls.
+which casts weight and bias in a kernel of ours. configs.py lists the fields, with the call that each asks for. This
+file only makes the Convention part of the key, and passes it on to forward.py and gradients.py, which prepare such
+calls.
+
+One cache (call_cache.py) has entries of two kinds. A plain call runs a call of an operator inside:
+
+    key                                                  entry                           is added by
+    signature (signatures.py)                            plain call: casts, autograd     functional.py, module.py
+    pass, tensors, arguments, precision, Convention      call of an operator             prepare_call, below
 
 To change something:
 
@@ -92,9 +97,6 @@ def prepare_call(
             tensor whose gradient is computed is not passed. None for other passes.
         arguments: the operator's other arguments, from the stride on; trailing defaults may be left out.
         convention: what the call takes and returns; None for what the operator takes and returns.
-
-    functional.py and module.py put calls into the same cache, by signatures (signatures.py) as keys. plain.py prepares
-    them: each runs a call that was prepared here, after casts under autocast, and perhaps records an autograd node.
     """
     convention = convention or default_convention(direction, tensors)
     # All that the choice and the kernels depend on must be in the key, or a call would be found for another one:

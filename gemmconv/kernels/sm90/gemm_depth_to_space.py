@@ -26,8 +26,9 @@ from gemmconv.kernels.sm90.base import OneFormatForward
 from gemmconv.kernels.sm90.pixels_on_m import CHUNK_BYTES, MOST_LINES, PositionRows
 
 _COST = costs_of("sm90/gemm_depth_to_space")
-_MOST_KEPT = {2: 224, 4: 160}  # by bytes of an element: registers have room for their outputs too
-_LINES = (64, 128, 256)  # so few that few kernels are compiled; others gain a few percent at some sizes
+# By bytes of an element: the most lines of a block whose outputs registers hold while the next block's are multiplied.
+_MOST_KEPT = {2: 224, 4: 160}
+_LINES = (64, 128, 256)  # of a block; more of them would gain a few percent at some sizes, and compile more kernels
 _MOST_KERNEL_W = 8
 _MOST_TAPS = 16
 
@@ -37,7 +38,7 @@ class Tile(PositionRows):
 
     @cached_property
     def input_size(self) -> Pair:
-        """One row where rows of inputs are rows of outputs, which then follow each other too."""
+        """Height and width; with a kernel one row high an image is one long row, since so are its outputs in memory."""
         height, width = self.problem.input_size
         return (1, height * width) if self.problem.kernel_size[0] == 1 else (height, width)
 
@@ -89,7 +90,7 @@ class GemmDepthToSpace(OneFormatForward):
     name = "sm90/gemm_depth_to_space"
     serves = (
         "one group, kernel_size equal to stride, without padding or dilation, taps that divide 16 and are at most 8 "
-        "across, a multiple of four pixels"
+        "across, a multiple of four pixels; in 16 bits, rows of the weight that are whole 16 bytes"
     )
     only_in = torch.contiguous_format
 
@@ -97,7 +98,7 @@ class GemmDepthToSpace(OneFormatForward):
         if not pixels_on_m.serves(config.problem, tile.itemsize, tile.multiprocessors):
             return None
         sized = _tiles_in_sets(config.problem, tile.itemsize, tile.lines, tile.multiprocessors)
-        made = min(sized, key=lambda tile: tile.cycles)
+        made = min(sized, key=lambda tile: tile.cycles)  # there is one: all sizes of a layer have the same sets
         return made if (made.piece, made.paired) == (tile.piece, tile.paired) else None
 
     def program(self, config: Config, direction: Pass, tile: Tile) -> Program:

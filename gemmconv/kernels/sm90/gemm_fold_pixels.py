@@ -236,8 +236,9 @@ class Tile(PositionRows):
 def tiles_of(problem: Problem, itemsize: int, multiprocessors: int) -> Iterator[Tile]:
     """The tiles that a problem may have: those that fit registers and shared memory.
 
-    The example of the module has 130. The best by estimate, 15,244 cycles, has 2 images, 144 lines and 4 sets; the
-    next, 15,359 cycles, has 128 lines; the last, 48,421 cycles, has 4 images and one set, so 16 items.
+    The example of the module has 130. The best by estimate, 15,244 cycles, has 2 images, 144 lines and 4 sets: three
+    folds of 48 lines. The next, 15,359 cycles, has 128 lines, four folds of 32; the last, 48,421 cycles, has 4 images
+    and one set, so 16 items.
     """
     p, step = problem, math.lcm(16, problem.taps)
     if step > MOST_LINES or math.prod(cells_of(p)) > _MOST_CELLS * p.in_pixels or not can_be_folded(p):
