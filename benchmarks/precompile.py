@@ -105,10 +105,10 @@ def _compile(job: Job) -> None:
 
 def load(call: Callable[..., object], config: Config, one: Pass) -> None:
     """Load what a prepared call loads when it is first called, with tensors in the configuration's format."""
-    from gemmconv.kernels.bind import Call  # which needs the CUDA packages
+    from gemmconv.kernels.bind import LoadedProgram  # which needs the CUDA packages
 
     p = config.problem
     shapes = {"input": p.input_shape, "weight": p.weight_shape, "grad_output": p.output_shape}
     kind: Any = {"dtype": config.dtype, "device": "meta", "memory_format": config.memory_format}
-    if isinstance(call, Call):
+    if isinstance(call, LoadedProgram):
         call.load(*(torch.empty(shapes[name], **kind) for name in OPERANDS[one]))

@@ -75,9 +75,9 @@ def conv_transpose2d(
     given = stride, padding, output_padding, groups, dilation, *options
     key = None
     # A repeated call: one of the same signature was prepared, and checked, before. ``given_key`` is the arguments' part
-    # of the signature, and ``key`` all of it. It is None
-    # under torch.compile and torch.jit.trace, in a mode, for arrays, subclasses and sparse tensors, and for arguments
-    # that are no numbers and strings. Such a call is not cached here.
+    # of the signature, and ``key`` all of it. ``key`` is None under torch.compile and torch.jit.trace, in a mode, for
+    # arrays, subclasses and sparse tensors, and for arguments that are no numbers and strings. Such a call is not
+    # cached here: call_cache.find_or_make(None, make) only calls ``make``.
     if not torch.compiler.is_compiling() and (given_key := call_cache.arguments_key(given)) is not None:
         call, key = plain.find_call(input, weight, bias, given_key)
         if call is not None:
@@ -103,8 +103,7 @@ def conv_transpose2d(
         and torch._C._get_tracing_state() is None  # under torch.jit.trace sizes are tensors
     )
     # The cases are tried in this order; the first whose condition holds computes the call. 1 to 3 need algorithm "auto"
-    # or "native". 2 comes before 3, whose estimates know no complex numbers. 3 comes before 4, which does not ask
-    # whether torch's operator is chosen. 5 has the exceptions of 6, and comes after 4, whose calls are none of these.
+    # or "native".
     #      condition                                                 what computes the call
     #   1. on a CPU: traced, compiled, or an input of a subclass     torch's operator (exceptions: see its function)
     #   2. complex tensors                                           torch's operator, by real and imaginary parts
@@ -114,12 +113,14 @@ def conv_transpose2d(
     #   5b. "auto" or "native" with torch's own precision, under     torch's operator, which has rules for these (our
     #       a transform such as vmap or with a wrapper subclass      operator would be a loop under vmap)
     #   6. any other call                                            our operator, by torch's dispatcher
+    # If you add a case: several conditions may hold for a call. 2 has to come before 3, whose estimates know no complex
+    # numbers; 3 before 4, which would prepare a call of torch's operator; and all before 6, which takes any call.
     # `pytest tests/test_{dispatch,transforms,arrays,autocast,onnx}.py` takes each of these ways on a CPU, in 20 s.
     if input.is_cpu and not is_eager and _is_for_torch_in_a_graph(input, weight, groups, algorithm):  # 1
         return ops.checked_torch_conv_transpose2d(input, weight, bias, *geometry)
     if input.is_complex() and algorithm in ("auto", "native"):  # 2
         return torch.conv_transpose2d(input, weight, bias, *geometry)
-    # is_left_to_torch raises the error for shapes that do not fit together. find_or_make caches nothing without a key.
+    # is_left_to_torch first checks whether shapes fit together, and raises the error if they do not.
     if is_eager and (input.is_cuda or input.is_cpu) and ops.is_left_to_torch(input, weight, bias, arguments):  # 3
 
         def torchs_call(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -16,7 +16,7 @@ from gemmconv import functional, rank, validation
 from gemmconv.dispatch import function_mode_count, only_patched
 from gemmconv.kernels.base import Precision
 from gemmconv.ops import call_cache, followers, plain
-from gemmconv.ops.recording import Call
+from gemmconv.ops.recording import PlainCall
 from gemmconv.ops.schemas import Options
 from gemmconv.selection import NAMES
 
@@ -113,9 +113,9 @@ class Layer(nn.Module):
             ValueError: an output_size that would need an output_padding of the stride or more.
         """
         compiling = torch.compiler.is_compiling()
-        # find_call finds nothing inside a mode (torch.overrides.TorchFunctionMode). If the only mode is that of
-        # ``gemmconv.patched``, which has no effect on our layers, forward calls itself once with modes switched off,
-        # where only_patched() is False.
+        # find_call finds nothing inside a mode (torch.overrides.TorchFunctionMode). ``gemmconv.patched()``, in which
+        # torch.nn.functional's functions are ours, is such a mode, but has no effect on our layers. If it is the only
+        # one, forward calls itself once with modes switched off, where only_patched() is False.
         if not compiling and function_mode_count() and only_patched():
             with torch._C.DisableTorchFunction():
                 return self.forward(input, output_size)
@@ -124,7 +124,8 @@ class Layer(nn.Module):
         parameters: dict[str, Any] = {} if compiling else self._parameters
         weight: Any = parameters["weight"] if "weight" in parameters else self.weight  # noqa: SIM401
         bias: Any = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401
-        # A repeated call: a call of the same signature was prepared before.
+        # A repeated call: a call of the same signature was prepared before, and ``call`` is it. Else ``key`` is the
+        # signature of a new call, or None for one that cannot be cached.
         if output_size is None and not compiling:
             arguments_key = self._arguments_and_key()[1]
             call, key = (None, None) if arguments_key is None else plain.find_call(input, weight, bias, arguments_key)
@@ -150,10 +151,10 @@ class Layer(nn.Module):
         if self._axes < 3 and input.is_cuda and self.algorithm != "native":
             followers.compile_followers(self._position, self, (input, weight, bias))
 
-    def _prepare(self, key: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Call | None:
-        """The call for a signature that is not cached; None, as for images and volumes, if it is the functional form's.
+    def _prepare(self, key: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> PlainCall | None:
+        """The call for a signature that is not cached; None where the functional form checks, prepares and caches it.
 
-        The functional form checks the call, prepares it and caches it.
+        The functional form does so for images and volumes.
         """
         return None
 
@@ -198,17 +199,18 @@ class ConvTranspose1d(Layer, nn.ConvTranspose1d):
     _axes = 1
     _function = staticmethod(rank.conv_transpose1d)
 
-    def _prepare(self, key: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Call | None:
+    def _prepare(self, key: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> PlainCall | None:
         """A call on signals, cached by ``key``; else one on images of height 1, if the functional form has cached it.
 
-        A call under autocast, or without a batch, is always one on images: so it comes here each time.
+        A call under autocast, or without a batch, is always one on images. No call on signals is cached for it (the
+        cache takes no None), so it comes here each time.
         """
         arguments, arguments_key = self._arguments_and_key()
         # Errors are ignored here: forward then calls the functional form, which raises it in 1-D terms.
         with suppress(TypeError, RuntimeError, ValueError, NotImplementedError):
             if input.dim() == 3:
                 make = partial(plain.prepare_signal, input, weight, bias, arguments)
-                call: Call | None = call_cache.find_or_make(key, make)
+                call: PlainCall | None = call_cache.find_or_make(key, make)
                 if call is not None:
                     return call
         if arguments_key is None or input.dim() not in (2, 3):

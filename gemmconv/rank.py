@@ -42,6 +42,7 @@ from gemmconv.kernels.phases import axis_taps
 from gemmconv.ops import plain, volumes
 from gemmconv.ops.autocast import current_dtype
 from gemmconv.ops.call_cache import arguments_key, find_or_make
+from gemmconv.ops.recording import PlainCall
 from gemmconv.ops.schemas import Tensors, is_channels_last
 from gemmconv.ops.volumes import DENSE, FEW, Volume
 from gemmconv.selection import NAMES, choose, current_config, rounds_as_asked, torch_precision
@@ -145,7 +146,7 @@ def conv_transpose3d(
         return arrays.call(conv_transpose3d, (input, weight, bias), *geometry, **options)
     problem = _checked(3, input, weight, bias, geometry, options)
 
-    def make() -> volumes.Call:
+    def make() -> PlainCall:
         if input.dim() == 4:
             by = problem.geometry
             return lambda x, weight, bias: conv_transpose3d(x.unsqueeze(0), weight, bias, *by, **options).squeeze(0)
@@ -196,7 +197,7 @@ def settled(way: Way, volume: Volume, trains: bool) -> Way:
     return "product" if way == "product" and not trains else "images"
 
 
-def prepare(way: Way, tensors: Tensors, volume: Volume, algorithm: str = "auto") -> volumes.Call:
+def prepare(way: Way, tensors: Tensors, volume: Volume, algorithm: str = "auto") -> PlainCall:
     """Prepare the eager call of a batch of volumes in one way; see :func:`compute`."""
     if way == "product" and volumes.program_of(volume.config()) is None:  # torch's forward pass, and our gradients
         way = settled(way, volume, trains=True)

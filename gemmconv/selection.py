@@ -107,10 +107,10 @@ class Seconds:
 
     What counts is ``max(device, min(host, 2 * device))``. A step of large layers waits for the device, and a step of
     small ones for the host: the longer time counts. But in a CUDA graph host time costs nothing, so no choice shall be
-    more than ``most_slowdown`` (2, a policy) times as slow on the device to save host time. The least counts:
+    more than ``most_slowdown`` (2, a policy) times as slow on the device to save host time. Of three candidates:
 
         device    host     counts as
-        19 us     5 us     19 us
+        19 us     5 us     19 us, so this one is taken
         10 us     50 us    20 us
         21 us     5 us     21 us
     """

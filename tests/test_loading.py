@@ -147,7 +147,7 @@ def test_compilations_and_hits_of_the_cache_are_logged(tmp_path, caplog):
 
 def test_program_compiles_its_kernels_at_the_same_time(loader):
     loader.barrier = threading.Barrier(3)
-    call = bind.Call(program_of("a.cu", "b.cu", "c.cu", "a.cu"), GPU)
+    call = bind.LoadedProgram(program_of("a.cu", "b.cu", "c.cu", "a.cu"), GPU)
     assert loader.most == 3
     assert sorted(loader.compiled) == ["a.cu", "b.cu", "c.cu"]
     assert [kernel.name for kernel in call.kernels] == [launch.kernel_name(f"{one}.cu") for one in "abca"]
@@ -156,7 +156,7 @@ def test_program_compiles_its_kernels_at_the_same_time(loader):
 def test_program_raises_the_first_error(loader):
     loader.broken |= {"b.cu", "c.cu"}
     with pytest.raises(ValueError, match=r"b\.cu"):
-        bind.Call(program_of("a.cu", "b.cu", "c.cu"), GPU)
+        bind.LoadedProgram(program_of("a.cu", "b.cu", "c.cu"), GPU)
 
 
 @pytest.mark.parametrize("cached", [["a.cu", "b.cu", "c.cu"], ["a.cu", "c.cu"]])
@@ -164,7 +164,7 @@ def test_program_asks_no_thread_where_at_most_one_kernel_is_to_be_compiled(cache
     monkeypatch.setattr(pool, "submit", None)
     loader.cached.update(cached)
     for _ in range(2):  # from the cache on disk, and loaded
-        bind.Call(program_of("a.cu", "b.cu", "c.cu"), GPU)
+        bind.LoadedProgram(program_of("a.cu", "b.cu", "c.cu"), GPU)
     assert len(loader.compiled) == 3 - len(cached)
 
 
@@ -175,7 +175,7 @@ def test_program_waits_for_a_kernel_that_another_thread_compiles(loader):
     first.start()
     while not loader.compiled:
         time.sleep(1e-3)
-    bind.Call(program_of("a.cu", "b.cu"), GPU)
+    bind.LoadedProgram(program_of("a.cu", "b.cu"), GPU)
     first.join(timeout=10)
     assert loader.compiled == ["a.cu", "b.cu"]
 

@@ -14,7 +14,7 @@
  * This kernel gathers: one thread adds up all of an output, so there are no atomics and the order is always the same.
  * Every value of the columns is read at most once. Outputs of one phase, o mod S, have the same taps.
  *
- * A thread has a rectangle of outputs, RECT_ROWS x RECT_W; more rows where strides are small, so that it has more work.
+ * A thread has a rectangle of outputs, RECT_ROWS x RECT_W: up to four rows, where a row takes few loads.
  * The j-th rectangle of a row begins at output j * RECT_W.
  *   RECT_W = STRIDE_W  One output of each phase. They read inputs near j, so a warp reads neighbouring addresses. The
  *                      taps of the s-th output, and how far from j it reads (its shift), are known when compiling.
@@ -22,7 +22,8 @@
  * The taps down the rows are always found at run time.
  *
  * Example: a plane of 4 x 4 inputs, S=2 P=1 K=3 D=1 and output_padding 1 on both axes, so 8 x 8 outputs. Rectangles
- * are 2 x 2, 4 x 4 of them. Thread 5 has rectangle j = 1 of rectangle row 1, outputs (2, 2), (2, 3), (3, 2), (3, 3):
+ * are 2 x 2, 4 x 4 of them. Thread 5 has rectangle j = 1 of rectangle row 1, outputs (2, 2), (2, 3), (3, 2), (3, 3),
+ * which read columns[kh, kw, row, column] of their plane:
  *   output row 2     first_kh = 1, the only tap: input row 1
  *   output row 3     first_kh = 0, taps 0 and 2: input rows 2 and 1
  *   output column 2  s = 0, first_kw = 1, the only tap, shift 0: input column j + 0 = 1
@@ -108,7 +109,7 @@ __device__ __forceinline__ void add_row(
             if (kw < KERNEL_W && row_taken && static_cast<unsigned>(origin + shift) < w_in)
                 sum[s] += widen(load_once(tap + shift));
             tap += kStepW * tap_stride;
-            keep(tap);  // one addition a tap; without it the compiler multiplies for each
+            keep(tap);  // no instruction: it has the compiler add to `tap` for each tap, where it would else multiply
         }
     }
 }

@@ -31,24 +31,36 @@
  * Macros of its own: FOLD_OUTS; WHOLE_OUTS (1 if it divides out_channels); FOLD_GROUPS (of threads, each with channels
  * of its own); FOLD_TURNS (cells of a thread, or parts of cells, at most). The two headers list the others.
  *
- * What is used of the headers, and what it promises:
- *   run            makes the barriers, lets producer warps copy all items, and calls consume() in each consumer warp
- *   each_item      calls a function for every item of this block. item_t: the item's first image, position, line block
- *   ring_t         the buffer (slot or stage) that is next in its ring. multiply moves it on by one for each chunk
- *   multiply       for each chunk: waits until a slot and a stage are full, multiplies, and says that the stage, and if
- *                  `frees` the slot, is empty. When it returns the sums are complete, and nothing is left to wait for
- *   biases_t       the biases of a line block: its constructor loads them, share() gives them to the warp at biases_of
- *   gather         adds up the columns of OUTS channels, for each cell of this thread, and stores the outputs. It skips
- *                  what does not exist: cells, inputs beside the image, channels. The columns must be written before
- *   image_t        extents of an image in pixels and cells. cell_place_t: where a cell is. kParts threads share its row
- *   kTaps, kPositions, kBlockOuts   taps of the kernel, positions of an item, output channels of a line block
- *   divided, each  a division by a reciprocal; a loop whose index is known to the compiler
+ * To read it: the host file, this file, then the headers. What is used of these, and what it promises:
+ *   pipeline/pixels_on_m.cuh
+ *    run            makes the barriers, lets producer warps copy all items, and calls consume() in each consumer warp
+ *    each_item      calls a function for every item of this block. item_t: the item's first image, position, line block
+ *    ring_t         the buffer (slot or stage) that is next in its ring. multiply moves it on by one for each chunk
+ *    multiply       for each chunk: waits until a slot and a stage are full, multiplies, and says that the stage, and
+ *                   if `frees` the slot, is empty. When it returns the sums are complete: nothing is left to wait for
+ *    biases_t       the biases of a line block: its constructor loads them, share() gives them to the warp at biases_of
+ *    shared         the block's shared memory. kConsumers: threads that multiply. kTaps: taps of the kernel
+ *    kBlockOuts     output channels of a line block. kPositions: positions of an item, 128 for each position block
+ *   epilogue/fold_smem.cuh
+ *    gather         adds up the columns of OUTS channels, for each cell of this thread, and stores the outputs. What
+ *                   does not exist is skipped: cells, inputs beside the image, channels. Columns must be written before
+ *    part_of        which part of a cell's row a thread gathers: kParts threads share a row. cell_place_t: where it is
+ *    image_t        extents of an image in pixels and cells
+ *   numeric          divided: a division by a reciprocal. each: a loop whose index is known to the compiler
  *
- * Safe to change here alone: which threads write which columns. Which cells a thread gathers is part_of in fold_smem.cuh,
- * for this file and for gather. Macros and bytes of shared memory are the host's: static_asserts and
- * tests find where the two disagree. To try a change without a GPU,
- * `python -m pytest tests/test_kernels.py -k fold_pixels` runs this file on a CPU. It finds barriers that are waited
- * for in vain, shared memory that is read before it was written, and wrong sums.
+ * A warp is 32 threads (lanes), a warpgroup four warps. wgmma is the tensor cores' product of a whole warpgroup: it
+ * runs on its own while threads go on, reads operands from registers and shared memory, and leaves each lane some of
+ * the sums. A full or empty barrier lets threads wait for others without __syncthreads, which would stop all of them.
+ *
+ * To change         edit
+ *   bytes, sizes      the host file: FOLD_OUTS is fold_outs, LINES lines; static_asserts find where the two disagree
+ *   a thread's cells  part_of in epilogue/fold_smem.cuh, which this file and gather call
+ *   a lane's sums     nothing: wgmma says which it has, and multiply's PAIRED which positions they are of
+ *   the writes        write_columns: their order and the pitch of columns, as long as every element is written once
+ *   when they happen  fold_line_block: a buffer is written again only after a barrier behind its last gather
+ *
+ * To try a change without a GPU, `python -m pytest tests/test_kernels.py -k fold_pixels` runs this file on a CPU. It
+ * finds barriers that are waited for in vain, shared memory that is read before it was written, and wrong sums.
  */
 #include "pipeline/pixels_on_m.cuh"
 #include "epilogue/fold_smem.cuh"
@@ -56,15 +68,7 @@
 
 // Lines of a fold; folds of a line block; floats of a fold's columns. In the example 48, 3 and 48 * 132.
 constexpr int kFoldLines = FOLD_OUTS * kTaps, kFolds = LINES / kFoldLines, kFoldFloats = kFoldLines * FOLD_PITCH;
-/* Chunks that multiply takes before its loop. It loads inputs to two sets of registers by turns. Since registers have no
- * index at run time, the loop's body must begin with the same set each time, so it has an even number of loads:
- *
- *   POSITION_BLOCKS   chunks         CHUNK_CLASS (from the host)   before the loop   the body
- *   1                 1              1                             1 chunk           is not reached
- *   1                 2, 4, ...      2                             none              two chunks, a load each
- *   1                 3, 5, ...      3                             1 chunk           two chunks, a load each
- *   2                 any number     1                             none              one chunk, a load for each block
- */
+// Chunks that multiply takes before its loop: its comment in pixels_on_m.cuh has a table of them, and says why.
 constexpr int kPeeled = POSITION_BLOCKS == 1 ? CHUNK_CLASS % 2 : 0;
 static_assert(kFoldLines % 8 == 0 && LINES % kFoldLines == 0, "a fold has whole groups of 8 lines, as wgmma has them");
 static_assert(FOLD_PITCH % 8 == 4 && kPositions <= FOLD_PITCH, "half a warp writes columns to different banks");

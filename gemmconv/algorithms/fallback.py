@@ -13,13 +13,13 @@ from gemmconv.errors import KernelError
 from gemmconv.kernels.base import missing_software
 from gemmconv.tuned import log
 
-Call = TypeVar("Call")
+AnyCall = TypeVar("AnyCall")
 
 _warned: set[str] = set()
 _warned_lock = threading.Lock()
 
 
-def with_fallback(device: torch.device, ours: Callable[[], Call], torchs: Callable[[], Call]) -> Call:
+def with_fallback(device: torch.device, ours: Callable[[], AnyCall], torchs: Callable[[], AnyCall]) -> AnyCall:
     """The call that ``ours`` prepares; if its kernel does not compile or load, the call that ``torchs`` prepares.
 
     Warns of a kernel that failed, and of missing packages that made ``ours`` work without kernels.

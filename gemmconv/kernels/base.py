@@ -93,7 +93,8 @@ class Config:
 class Kernel(ABC):
     """One way to compute some passes: the layers it serves, its tiles, the cost of each, and its launches.
 
-    A tile is a frozen record of what a kernel is compiled for: the work of a thread block, stages, threads.
+    A tile is a frozen record of the work of a thread block, stages and threads. A kernel is compiled for most of its
+    fields; the others are arguments of a launch.
 
     A new kernel defines ``name``, ``serves``, :meth:`tiles`, :meth:`seconds` and :meth:`program`; one on a CPU, which
     has no program, :meth:`prepare` instead. All else has a default. Its algorithm lists it in ``kernels``:
@@ -108,7 +109,8 @@ class Kernel(ABC):
 
     On a GPU these are asked for the sizes that represent a size class (size_class.py), so that all sizes of the class
     have one compiled kernel. ``fitted`` then gives the tile for the sizes at hand, which differs in what the kernel
-    takes as arguments; sm90/gemm_fold_pixels.py has an example, gemmconv/algorithms/base.py (``_fitted``) the call.
+    takes as arguments. gemm_fold_pixels, compiled for 2 images of 8 x 8 in a block, so serves 4 images of 4 x 4 in a
+    block. gemmconv/algorithms/base.py (``_fitted``) makes the call.
 
     Attributes:
         name: its folder and file under csrc/, without the ending.
@@ -168,8 +170,8 @@ class Kernel(ABC):
     def fitted(self, config: Config, direction: Pass, tile: Any) -> Any | None:
         """The tile for ``config``, another size of the layer, that runs with the kernel already compiled for ``tile``.
 
-        None if that kernel cannot compute this size; then another one is compiled. A class that does not override this
-        method has a kernel compiled for each size.
+        None if that kernel cannot compute this size; then another one is compiled. A subclass that does not override
+        this method has a kernel compiled for each size.
         """
         return None
 
@@ -246,8 +248,8 @@ def tile_fields(tile: Any) -> dict[str, Any]:
     """The fields by which tiles of one kernel, pass and device differ; pairs and nested tiles as text."""
     if not dataclasses.is_dataclass(tile):
         return {}
-    # Fields that are the same for all tiles of a pass on a device. A kernel's own field of that kind belongs here too,
-    # or it would stand in explain's text and in tuned files.
+    # Fields that are the same for all tiles of a pass on a device, which explain's text and tuned files leave out. A
+    # new kernel's field of that kind belongs here too.
     of_pass = ("problem", "multiprocessors", "spec", "direction", "itemsize", "compiled")
     found = {}
     for name in (field.name for field in dataclasses.fields(tile) if field.name not in of_pass):

@@ -27,7 +27,7 @@ _MOST_BOUND = 64  # most calls that are cached, one for each combination of stri
 _MANY_CORES = 4
 
 
-class Call:
+class LoadedProgram:
     """A program on a device, with its kernels loaded. To be called with tensors of any strides."""
 
     def __init__(self, program: Program, device: torch.device) -> None:

@@ -256,9 +256,9 @@ class Program:
 
     def prepare(self, device: torch.device) -> Callable[..., Any]:
         """Load the kernels; return a function of the operands, with any strides, that returns the output or a tuple."""
-        from gemmconv.kernels.bind import Call
+        from gemmconv.kernels.bind import LoadedProgram
 
-        return Call(self, device)
+        return LoadedProgram(self, device)
 
     def bound(self, device: torch.device, tensors: Sequence[torch.Tensor | None]) -> Callable[..., Any]:
         """Prepare a call for operands with exactly the strides of ``tensors``."""

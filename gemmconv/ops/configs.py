@@ -16,7 +16,7 @@ from gemmconv.kernels.base import Config, Direction, Pass, strides_of
 from gemmconv.kernels.program import Strides
 from gemmconv.ops.schemas import Options, Tensors, checked_problem, memory_format, operator_name
 
-Prepared = Callable[..., Any]  # a prepared call: what it takes and returns is said by a Convention
+OperatorCall = Callable[..., Any]  # a prepared call of an operator; a Convention says what it takes and returns
 
 
 class Convention(NamedTuple):
@@ -35,7 +35,8 @@ class Convention(NamedTuple):
                              gradients of parameters are float32 too (recording.py, autograd.py, compiled.py)
         returns_casts        with parameter_dtype: ... -> output, cast weight, cast bias: autograd saves the casts, and
                              later calls of that autocast block reuse them (recording.py)
-        trained              forward on a CPU: no packed weight is kept, since the weight will change (recording.py)
+        trained              forward on a CPU: the same tensors, but the call keeps no packed copy of the weight, which
+                             the next training step will change (recording.py)
         is_signal            call(input [N, C, L], weight [C, C_out, K], bias) -> output [N, C_out, L] (recording.py)
     """
 

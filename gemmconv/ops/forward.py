@@ -11,12 +11,12 @@ from gemmconv.algorithms import Algorithm
 from gemmconv.kernels.base import Config
 from gemmconv.kernels.forms import name_of_cast
 from gemmconv.kernels.program import Output, Program
-from gemmconv.ops.configs import Convention, Prepared
+from gemmconv.ops.configs import Convention, OperatorCall
 from gemmconv.ops.pass_programs import pass_program
 from gemmconv.ops.schemas import Tensors, with_parameter_dtype
 
 
-def prepare_forward(algorithm: Algorithm, config: Config, tensors: Tensors, convention: Convention) -> Prepared:
+def prepare_forward(algorithm: Algorithm, config: Config, tensors: Tensors, convention: Convention) -> OperatorCall:
     """Prepare a forward pass: its program, or where there is none, the algorithm's own call on tensors.
 
     A convention has ``is_signal`` or ``parameter_dtype``, never both: under autocast signals are not prepared

@@ -17,7 +17,7 @@ from gemmconv.kernels.base import BothGradients, Config, Pass, with_strides
 from gemmconv.kernels.layout.transpose import prepare_via_channels_last
 from gemmconv.kernels.program import Output, Program, concatenate
 from gemmconv.ops.call_cache import find_or_make, tensor_signature
-from gemmconv.ops.configs import DEFAULT_CONVENTION, Convention, Prepared
+from gemmconv.ops.configs import DEFAULT_CONVENTION, Convention, OperatorCall
 from gemmconv.ops.pass_programs import bias_grad_program, gradient_programs, pass_program
 from gemmconv.ops.schemas import Tensors
 from gemmconv.selection import NATIVE
@@ -25,7 +25,7 @@ from gemmconv.selection import NATIVE
 
 def prepare_gradient(
     direction: Pass, algorithm: Algorithm, config: Config, tensors: Tensors, convention: Convention
-) -> Prepared:
+) -> OperatorCall:
     """Prepare one gradient: the input's from (grad_output, weight), or the weight's from (grad_output, input)."""
     if (program := pass_program(direction, algorithm, config)) is not None:
         return _bind_gradients(program, tensors, convention)
@@ -34,7 +34,7 @@ def prepare_gradient(
 
 def prepare_gradients(
     gradients: pairs.Gradients, config: Config, weight_config: Config, tensors: Tensors, convention: Convention
-) -> Prepared:
+) -> OperatorCall:
     """Prepare both gradients, from (grad_output, input, weight), by programs, by one and torch, or by no program."""
     of_first, *others = programs = gradient_programs(gradients, config, weight_config)
     if of_first is not None and not others:
@@ -67,7 +67,7 @@ def both_gradients(gradients: pairs.Gradients, config: Config, weight_config: Co
 
 def _prepare_mixed(
     passes: Sequence[pairs.Computation], tensors: Tensors, convention: Convention, ours_is_of_input: bool
-) -> Prepared:
+) -> OperatorCall:
     """Prepare both gradients where torch's operator computes one of them, after a program of the other."""
     of_torch = convention._replace(with_bias_grad=False)  # the program's call gives that gradient
     of_input, of_weight = (convention, of_torch) if ours_is_of_input else (of_torch, convention)
@@ -86,7 +86,7 @@ def _prepare_mixed(
     return call
 
 
-def _bind_gradients(program: Program, tensors: Tensors, convention: Convention) -> Prepared:
+def _bind_gradients(program: Program, tensors: Tensors, convention: Convention) -> OperatorCall:
     """Bind a program of gradients to tensors of these strides; its call returns gradients by the convention."""
     grad_output = tensors[0]
     of_bias = bias_grad_program(grad_output) if convention.with_bias_grad else None
@@ -109,7 +109,7 @@ def convert_outputs(program: Program, convention: Convention) -> Program:
     return replace(program, outputs=tuple(map(convert, program.outputs)))
 
 
-def _convert_results(direction: Pass, call: Prepared, grad_output: Tensor, convention: Convention) -> Prepared:
+def _convert_results(direction: Pass, call: OperatorCall, grad_output: Tensor, convention: Convention) -> OperatorCall:
     """A call that has no program, with its gradients converted by the convention; the weight's is its last."""
     strides, dtype = convention.weight_grad_strides, convention.parameter_dtype
     if direction != "input_grad" and strides is not None:
@@ -122,7 +122,7 @@ def _convert_results(direction: Pass, call: Prepared, grad_output: Tensor, conve
     return _add_bias_gradient(call, grad_output, convention)
 
 
-def _convert_last(call: Prepared, convert: Callable[[Tensor], Tensor]) -> Prepared:
+def _convert_last(call: OperatorCall, convert: Callable[[Tensor], Tensor]) -> OperatorCall:
     def converting(*tensors: Tensor) -> Any:
         results = call(*tensors)
         return (*results[:-1], convert(results[-1])) if isinstance(results, tuple) else convert(results)
@@ -130,7 +130,7 @@ def _convert_last(call: Prepared, convert: Callable[[Tensor], Tensor]) -> Prepar
     return converting
 
 
-def _add_bias_gradient(call: Prepared, grad_output: Tensor, convention: Convention) -> Prepared:
+def _add_bias_gradient(call: OperatorCall, grad_output: Tensor, convention: Convention) -> OperatorCall:
     """A call that returns the bias's gradient after those of ``call`` if the convention asks for it."""
     if not convention.with_bias_grad:
         return call

@@ -1,4 +1,4 @@
-"""The implementations of the operators: each finds the prepared call of its signature, or prepares it, and runs it.
+"""The implementations of the operators: each finds the prepared call for its arguments, or prepares it, and runs it.
 
 The first call of a signature goes through these stages; here ``[8, 64, 32, 32]`` by ``[64, 32, 4, 4]``, float16, H200:
 
@@ -8,7 +8,7 @@ The first call of a signature goes through these stages; here ``[8, 64, 32, 32]`
     Config           problem, float16, cuda:0, ...          all that decides how it is computed: configs.py
     Algorithm        Fused(), kernel sm90/implicit_gemm     chosen once, by selection.py
     Program          weights/pack.cu, then the kernel       its launches as plain data: pass_programs.py
-    prepared call    call(input, weight, None)              launches them on tensors of these strides: kernels/bind.py
+    OperatorCall     call(input, weight, None)              launches them on tensors of these strides: kernels/bind.py
 
 Who calls whom, the first time. An eager call bypasses the dispatcher; others reach ``_compute``. ``>`` is this file:
 
@@ -29,11 +29,12 @@ which casts weight and bias in a kernel of ours. configs.py lists the fields, wi
 file only makes the Convention part of the key, and passes it on to forward.py and gradients.py, which prepare such
 calls.
 
-One cache (call_cache.py) has entries of two kinds. A plain call runs a call of an operator inside:
+One cache (call_cache.py) has prepared calls of two kinds. A PlainCall runs an OperatorCall inside, so the first call of
+a layer adds one of each:
 
-    key                                                  entry                           is added by
-    signature (signatures.py)                            plain call: casts, autograd     functional.py, module.py
-    pass, tensors, arguments, precision, Convention      call of an operator             prepare_call, below
+    prepared call                                 key                                              is added by
+    PlainCall: casts, makes an autograd node      its signature (signatures.py)                    functional, module
+    OperatorCall: launches what one pass needs    pass, tensors, arguments, precision, Convention  prepare_call, below
 
 To change something:
 
@@ -60,7 +61,7 @@ from gemmconv.algorithms.fold import prepare_col2im, prepare_im2col
 from gemmconv.device import make_current
 from gemmconv.kernels.base import PASSES, Pass
 from gemmconv.ops.call_cache import arguments_key, find_or_make, tensor_signature
-from gemmconv.ops.configs import Convention, Prepared, choose_algorithm, choose_gradients, default_convention
+from gemmconv.ops.configs import Convention, OperatorCall, choose_algorithm, choose_gradients, default_convention
 from gemmconv.ops.forward import prepare_forward
 from gemmconv.ops.gradients import prepare_gradient, prepare_gradients
 from gemmconv.ops.schemas import (
@@ -87,7 +88,7 @@ def _compute(direction: Pass, operator: str, *inputs: Any) -> Any:
 
 def prepare_call(
     direction: Pass, tensors: Tensors, target_size: Any, arguments: Arguments, convention: Convention | None = None
-) -> Prepared:
+) -> OperatorCall:
     """The prepared call of an operator on tensors of these shapes and strides, from the cache if it is there.
 
     Args:
@@ -101,8 +102,10 @@ def prepare_call(
     convention = convention or default_convention(direction, tensors)
     # All that the choice and the kernels depend on must be in the key, or a call would be found for another one:
     # tests/test_dispatch.py changes each, and expects another call. The arguments are there as bytes, which are made
-    # faster than tuples; where sizes of a traced graph are symbols, which have no bytes, as values.
-    given = arguments_key((target_size, arguments)) or (target_size, Options(*as_hashable(arguments)))
+    # faster than tuples.
+    given: Any = arguments_key((target_size, arguments))
+    if given is None:  # sizes of a traced graph may be symbols, which have no bytes
+        given = target_size, Options(*as_hashable(arguments))
     precision = selection.torch_precision(tensors[0].dtype, tensors[0].device)  # the user may change it between calls
     key = (direction, *map(tensor_signature, tensors), given, precision, convention)
     return find_or_make(key, lambda: _prepare_or_fall_back(direction, tensors, target_size, arguments, convention))
@@ -110,7 +113,7 @@ def prepare_call(
 
 def _prepare_or_fall_back(
     direction: Pass, tensors: Tensors, target_size: Any, arguments: Arguments, convention: Convention
-) -> Prepared:
+) -> OperatorCall:
     """Prepare a call by the algorithm asked for; for ``"auto"``, by torch's where kernels do not compile or load."""
     options = Options(*as_hashable(arguments))
     prepare = partial(_choose_and_prepare, direction, tensors, target_size, convention)
@@ -122,7 +125,7 @@ def _prepare_or_fall_back(
 
 def _choose_and_prepare(
     direction: Pass, tensors: Tensors, target_size: Any, convention: Convention, options: Options
-) -> Prepared:
+) -> OperatorCall:
     """Check the arguments, choose an algorithm (for ``"grads"`` one for each gradient), and prepare the call."""
     is_auto = options.algorithm == "auto"
     if direction == "grads":  # chosen together, since some kernels compute both; input and weight may differ in format

@@ -40,12 +40,12 @@ from torch import Tensor
 from gemmconv.dispatch import are_dense, in_a_mode
 from gemmconv.ops.autocast import cast_as_autocast, casts_parameters, is_autocasting
 from gemmconv.ops.left_to_torch import is_left_to_torch
-from gemmconv.ops.recording import Call, prepare_with_autograd
+from gemmconv.ops.recording import PlainCall, prepare_with_autograd
 from gemmconv.ops.schemas import Arguments, Tensors, without_data
 from gemmconv.ops.signatures import find_call as find_call
 
 
-def prepare(input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Arguments) -> Call | None:
+def prepare(input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Arguments) -> PlainCall | None:
     """Prepare the call on tensors like these. Returns None if torch's dispatcher has to serve it.
 
     Whether torch's operator is chosen for the call and its gradients is not asked here: functional.py asks it before,
@@ -61,7 +61,7 @@ def prepare(input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Argum
     torch.Size([2, 16, 16])
     """
     has_batch = input.dim() != 3
-    tensors = input if has_batch else input.unsqueeze(0), weight, bias
+    tensors = (input if has_batch else input.unsqueeze(0)), weight, bias
     if in_a_mode() or not are_dense(*tensors):
         return None
     is_cast = is_autocasting(input.device.type)
@@ -71,7 +71,7 @@ def prepare(input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Argum
     return lambda input, weight, bias: call(input.unsqueeze(0), weight, bias).squeeze(0)
 
 
-def prepare_signal(input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Arguments) -> Call | None:
+def prepare_signal(input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Arguments) -> PlainCall | None:
     """Prepare a call on a batch of signals, computed as images of height 1.
 
     Returns None under autocast, and if torch's dispatcher has to serve the call. Its caller, a layer, has not asked
@@ -92,7 +92,7 @@ def prepare_signal(input: Tensor, weight: Tensor, bias: Tensor | None, arguments
     return prepare_with_autograd(tensors, arguments, is_signal=True)
 
 
-def _prepare_under_autocast(tensors: Tensors, arguments: Arguments) -> Call:
+def _prepare_under_autocast(tensors: Tensors, arguments: Arguments) -> PlainCall:
     """Prepare a call that casts its tensors to autocast's dtype.
 
     torch casts the input. Kernels of ours cast weight and bias where :func:`casts_parameters` says so, as usual for a

@@ -16,7 +16,7 @@ from gemmconv.ops.implementation import prepare_call
 from gemmconv.ops.schemas import Arguments, Tensors
 from gemmconv.ops.signatures import gradient_signature
 
-Call = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+PlainCall = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # a prepared call of input, weight, bias
 
 _CALLS_AFTER_REFUSAL = 64  # backward passes that do not query torch after it refused to answer
 _FULL_PASSES, _QUERIED_ONE_IN = 8, 8  # after so many passes in a row that needed all gradients, one in so many queries
@@ -26,7 +26,7 @@ _is_executed = torch._C._will_engine_execute_node
 
 def prepare_with_autograd(
     tensors: Tensors, arguments: Arguments, parameters: Tensors | None = None, is_signal: bool = False
-) -> Call:
+) -> PlainCall:
     """Prepare the call on such tensors, with an autograd node if gradients are recorded and a tensor requires one.
 
     Args:
@@ -50,7 +50,7 @@ def prepare_with_autograd(
     return with_node(forward, Backward.of(tensors, arguments, dtype), requires, kind)
 
 
-def with_node(forward: Callable[..., Any], backward: Any, requires: Needs, kind: Any = None) -> Call:
+def with_node(forward: Callable[..., Any], backward: Any, requires: Needs, kind: Any = None) -> PlainCall:
     """The call ``forward`` with an autograd node of a class, :class:`_CallNode` by default; see :class:`_CallState`."""
     state, kind = _CallState(forward, backward, requires), kind or _CallNode
     apply: Any = super(torch.autograd.Function, kind).apply  # torch's own also looks for transforms: there are none

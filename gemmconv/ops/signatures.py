@@ -13,9 +13,9 @@ from torch.nn import Parameter
 from gemmconv.dispatch import MODES, function_mode_count, in_a_mode
 from gemmconv.errors import KernelError
 from gemmconv.extension import exchange_of_tensors, extension
+from gemmconv.ops import call_cache
 from gemmconv.ops.autocast import is_autocasting
 from gemmconv.ops.autograd import Needs
-from gemmconv.ops.call_cache import entries, tensor_signature
 
 _TENSOR_TYPES = {Tensor, Parameter}
 _keys_of = torch._C._dispatch_keys
@@ -55,7 +55,7 @@ def _find_call_in_python(
         signature = _call_signature_in_python(input, weight, bias, arguments_key)
     except RuntimeError:  # a tensor without strides, such as a sparse one
         return None, None
-    return entries.get(signature), signature  # the cache has no entry for None
+    return call_cache.entries.get(signature), signature  # the cache has no entry for None
 
 
 def _gradient_signature_in_python(grad: Tensor, input: Tensor | None, weight: Tensor | None, needs: Needs) -> Hashable:
@@ -63,7 +63,8 @@ def _gradient_signature_in_python(grad: Tensor, input: Tensor | None, weight: Te
     if torch.is_grad_enabled() or type(grad) is not Tensor or in_a_mode():
         return None
     # Saved tensors count, too: hooks may return them in another format.
-    tensors = tuple([one if one is None else (tensor_signature(one), one.is_neg()) for one in (grad, input, weight)])
+    known = call_cache.tensor_signature
+    tensors = tuple([one if one is None else (known(one), one.is_neg()) for one in (grad, input, weight)])
     return tensors, needs, _precision("cuda", "conv") if grad.dtype is torch.float32 and grad.is_cuda else None
 
 
@@ -90,7 +91,7 @@ def _signatures() -> tuple[Callable[..., tuple[Any, Hashable]], Callable[..., Ha
         return _find_call_in_python, _gradient_signature_in_python
     modes, precision = (function_mode_count, MODES), (_precision, ("cuda", "conv"))
     states = forward_ad, _has_grad, _has_autocast, _autocast_state
-    made = in_c.Signatures(exchange, entries, modes, *states, precision, (Tensor, Parameter))
+    made = in_c.Signatures(exchange, call_cache, modes, *states, precision, (Tensor, Parameter))
     return made.find_call, made.of_gradient
 
 

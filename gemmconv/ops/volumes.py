@@ -32,11 +32,9 @@ from gemmconv.ops.call_cache import find_or_make, tensor_signature
 from gemmconv.ops.configs import Convention
 from gemmconv.ops.gradients import prepare_gradient
 from gemmconv.ops.pass_programs import bias_grad_program, pass_program
-from gemmconv.ops.recording import with_node
+from gemmconv.ops.recording import PlainCall, with_node
 from gemmconv.ops.schemas import Tensors, WithoutData, as_hashable, without_data
 from gemmconv.selection import BY_NAME, choose, current_config, torch_precision
-
-Call = Callable[..., Tensor]  # of input, weight, and bias or None
 
 _GEMM_COL2IM, _NCHW = cast(GemmCol2im, BY_NAME["gemm_col2im"]), torch.contiguous_format
 DENSE = 16  # channels of a group from which on tensor cores are well used
@@ -78,7 +76,7 @@ def is_hopper(device: torch.device) -> bool:
 is_hopper._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compile cannot trace it
 
 
-def prepare(tensors: Tensors, volume: Volume) -> Call:
+def prepare(tensors: Tensors, volume: Volume) -> PlainCall:
     """Prepare an eager call on tensors of this signature, with an autograd node if it records gradients.
 
     ``tensors`` are input, weight, and bias or None; where autocast is on, it casts them in each call.
@@ -140,15 +138,15 @@ def program_of(config: Config) -> Program | None:
     return None if choice is None else choice.program(config, "forward")
 
 
-def _forward(config: Config, tensors: Tensors) -> Call:
+def _forward(config: Config, tensors: Tensors) -> PlainCall:
     """Prepare the forward call on tensors of these strides: by a kernel, if one is faster, else by torch."""
     p, device = config.problem, config.device
 
-    def torchs() -> Call:
+    def torchs() -> PlainCall:
         choose(config, "native", "conv_transpose3d")  # raises where torch's operator rounds otherwise
         return lambda input, weight, bias: torch.conv_transpose3d(input, weight, bias, *p.geometry)
 
-    def ours() -> Call:
+    def ours() -> PlainCall:
         program = program_of(config)
         return torchs() if program is None else program.bound(device, tensors)
 

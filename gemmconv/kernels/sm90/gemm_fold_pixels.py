@@ -20,7 +20,8 @@ numbers of an example: 64 images of 8 x 8, 64 to 32 channels, kernel 4, stride 2
     piece           neighbouring inputs of a channel that a thread copies together        4 inputs
   How sums become outputs
     fold            the columns of some channels, which lie in shared memory at once      3 channels; 3 folds
-    cell            the outputs of one stride, height x width                             2 x 2
+    cell            the outputs of one stride, height x width: a cell for each input,     2 x 2
+                    and more beside the image where padding leaves more outputs
     part            what a thread gathers of a row of a cell; neighbours have others      the whole row: 1 part
     phase           the place of an output in its cell                                    one of 4
 
@@ -75,19 +76,22 @@ class Tile(PositionRows):
 
     The rest is inherited from :class:`PositionRows`, fields first:
 
-        name                   in the example    follows from
-        lines, sets            144, 4            (chosen: tiles_of tries them)
-        line_blocks            4                 channels, taps, lines
-        set_line_blocks        1                 line_blocks, sets
-        chunks                 2                 channels
-        slot_bytes             16,384            position_blocks
-        stage_bytes            18,432            lines
-        bias_bytes             288               lines, taps
-        bytes_beside_inputs    162,464           chunks, slot_bytes, stage_bytes, bias_bytes, barriers
-        held                   False             set_line_blocks, column_bytes, bytes_beside_inputs
-        ring_sizes             (5, 5)            held, slot_bytes, stage_bytes, bias_bytes, column_bytes
-        items                  128               batch, images, windows, sets
-        piece                  4                 inputs of an image, type
+        name                   in the example    what it is                         follows from
+        lines, sets            144, 4            of a line block; of all lines      (chosen: tiles_of tries them)
+        line_blocks            4                 line blocks in all                 channels, taps, lines
+        set_line_blocks        1                 line blocks of a set               line_blocks, sets
+        chunks                 2                 chunks of an input's channels      channels
+        slot_bytes             16,384            a chunk of an item's inputs        position_blocks
+        stage_bytes            18,432            a chunk of a block's weights       lines
+        bias_bytes             288               biases of eight warps              lines, taps
+        bytes_for_columns      162,464           what would be left of shared       chunks, slot_bytes, stage_bytes,
+                                                 memory beside all inputs of an     bias_bytes, barriers
+                                                 item and two stages
+        held                   False             whether inputs stay (see above)    set_line_blocks, column_bytes,
+                                                                                    bytes_for_columns
+        ring_sizes             (5, 5)            slots and stages                   held, and all bytes above
+        items                  128               items of the whole call            batch, images, windows, sets
+        piece                  4                 inputs copied together             inputs of an image, type
 
     After a change `pytest tests/test_kernels.py -k fold_pixels` computes layers on a CPU, in a minute, and
     `python -m tests.gates.choices COMMIT` tells which choices changed.
@@ -95,8 +99,8 @@ class Tile(PositionRows):
 
     images: int  # images of an item; 1 if items are windows. In the example 2
     window: int  # positions of each image that an item has: all of them, or a part of its only row. In the example 64
-    # :attr:`position_blocks` and :attr:`fold_turns` of the compiled kernel that this tile reuses at another size; else
-    # (1, 1)
+    # :attr:`position_blocks` and :attr:`fold_turns` of the compiled kernel that this tile reuses at another size: a
+    # smaller size must not have fewer of them than were compiled. (1, 1) for a tile with a kernel of its own.
     compiled: Pair = (1, 1)
 
     @cached_property
@@ -183,7 +187,7 @@ class Tile(PositionRows):
         # may take more, at most 72 KB, as long as all inputs of an item and two stages of weights fit beside them.
         most = _COLUMN_BYTES
         if self.line_blocks > 1:
-            most = max(most, min(_MOST_COLUMN_BYTES, self.bytes_beside_inputs))
+            most = max(most, min(_MOST_COLUMN_BYTES, self.bytes_for_columns))
         fitting = [outs for outs in candidates if 2 * self._fold_bytes(outs) <= most] or candidates[:1]
         return min((outs for outs in fitting if outs >= wanted), default=fitting[-1])
 
@@ -320,7 +324,7 @@ class GemmFoldPixels(OneFormatForward):
 
         compiled = tile.position_blocks, tile.fold_turns
         sized = changed(tile, problem=p, images=most, window=window, compiled=compiled)
-        # Sets change none of these.
+        # _fastest tries other sets and images of an item. Neither changes these: ``compiled`` keeps fold_turns.
         if (sized.fold_turns, sized.vector, sized.piece) != (tile.fold_turns, tile.vector, tile.piece):
             return None
         return _fastest(sized, most)

@@ -127,7 +127,7 @@ class PositionRows(ChunkedTile):
         return -(-CONSUMERS // 32 * (self.lines // self.problem.taps) // 4) * 16
 
     @property
-    def bytes_beside_inputs(self) -> int:
+    def bytes_for_columns(self) -> int:
         """Bytes of shared memory left beside all inputs of an item and two stages; negative if these do not fit."""
         inputs, stages = self.chunks * (self.slot_bytes + _BARRIER_BYTES), 2 * (self.stage_bytes + _BARRIER_BYTES)
         return SHARED_BYTES - self.bias_bytes - inputs - stages
@@ -135,7 +135,7 @@ class PositionRows(ChunkedTile):
     @cached_property
     def held(self) -> bool:
         """Whether an item's inputs stay in shared memory for all of its line blocks: they do if they fit."""
-        return self.set_line_blocks > 1 and self.chunks <= _MOST_RING and self.column_bytes <= self.bytes_beside_inputs
+        return self.set_line_blocks > 1 and self.chunks <= _MOST_RING and self.column_bytes <= self.bytes_for_columns
 
     @cached_property
     def ring_sizes(self) -> tuple[int, int]:
