@@ -132,10 +132,9 @@ def choice(where: str, algorithm: str, algorithms: Sequence[str], precision: str
         fail(ValueError, where, "precision", f"be None or one of {', '.join(PRECISIONS)}", repr(precision))
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int)):
         fail(TypeError, where, "workspace_limit", "be None or an int, in bytes", repr(limit))
-    if limit is not None and limit < 1:
-        fail(ValueError, where, "workspace_limit", "be at least 1 byte", limit, "leave it None for 64 MiB")
-    if limit is not None and limit >= _LIMIT:
-        fail(ValueError, where, "workspace_limit", "be less than 2**63 bytes", limit, "leave it None for 64 MiB")
+    if limit is not None and not 1 <= limit < _LIMIT:
+        rule = "be at least 1 byte" if limit < 1 else "be less than 2**63 bytes"
+        fail(ValueError, where, "workspace_limit", rule, limit, "leave it None for 64 MiB")
 
 
 def floating(where: str, argument: str, dtype: object, remedy: str = "") -> None:
@@ -172,13 +171,10 @@ def same_kind(
 def parameters(where: str, given: Geometry, kernel_size: Pair) -> None:
     """Raise RuntimeError if a value of the geometry is outside its range, whatever the input."""
     stride, padding, output_padding, groups, dilation = given
-    for name, values, least in (
-        ("kernel_size", kernel_size, 1),
-        ("stride", stride, 1),
-        ("dilation", dilation, 1),
-        ("padding", padding, 0),
-        ("output_padding", output_padding, 0),
-    ):
+    named = {"kernel_size": kernel_size, "stride": stride, "dilation": dilation}
+    named |= {"padding": padding, "output_padding": output_padding}
+    for name, values in named.items():
+        least = 0 if "padding" in name else 1
         if _any_below(least, values):
             fail(RuntimeError, where, name, f"be at least {least}{_ON_ALL[len(stride)]}", tuple(values))
     if groups < 1:

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from gemmconv import validation
 from gemmconv.ops import volumes
 from gemmconv.ops.autocast import is_autocasting
-from gemmconv.ops.followers import CallArguments, compile_calls
+from gemmconv.ops.followers import Given, compile_calls
 from gemmconv.ops.schemas import OPERATORS, Options, as_hashable, split_arguments
 
 T = TypeVar("T")
@@ -103,7 +103,7 @@ class _CallRecorder(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[CallArguments] = []
+        self.calls: list[Given] = []
         self.of_volumes: list[tuple[Any, ...]] = []
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

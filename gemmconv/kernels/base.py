@@ -137,10 +137,7 @@ class Kernel(ABC):
 
     @abstractmethod
     def seconds(self, config: Config, direction: Pass, tile: Any) -> float:
-        """Estimated seconds of a call, by which tiles are compared.
-
-        Kernels are compared by :meth:`expected`, whose correction is the same for all tiles of a kernel.
-        """
+        """Estimated seconds of a call, to compare tiles by; :meth:`expected` multiplies them by a kernel's factor."""
 
     def expected(self, config: Config, direction: Pass, tile: Any) -> float:
         """Expected seconds of a call: :meth:`seconds` times a correction fitted to measurements of similar layers."""

@@ -27,7 +27,7 @@ from gemmconv.ops.autocast import dtype_of, is_autocasting
 from gemmconv.ops.autograd import compile_backward_ahead
 from gemmconv.ops.schemas import Arguments, Tensors, WithoutData, checked_problem, memory_format, without_data
 
-CallArguments = tuple[Tensors, Arguments]  # arguments of the operator
+Given = tuple[Tensors, Arguments]  # what a call of the operator is given
 
 _MOST_GUESSES = 16  # modules, for one call
 _MOST_ELEMENTS = 1 << 31  # a guess with a larger output is taken to be wrong
@@ -102,7 +102,7 @@ def compile_followers(position: int, module: Any, tensors: Tensors) -> None:
         guesses = _guess_calls(chain, shape, position if is_first else None, call, recorded, cast)
 
         def compile_guesses() -> None:
-            calls: list[CallArguments] = []
+            calls: list[Given] = []
             with suppress(Exception):  # a module is gone, or cannot be called with this input
                 calls.extend(guesses)
             compile_calls(calls, recorded, None if cast is None else torch.float32)
@@ -121,9 +121,7 @@ def _forget_if_wrong(module: nn.Module, shape: torch.Size) -> None:
         guess.chain.was_wrong = True
 
 
-def compile_calls(
-    calls: Sequence[CallArguments], backward: bool, dtype: torch.dtype | None = None
-) -> list[Future[Any]]:
+def compile_calls(calls: Sequence[Given], backward: bool, dtype: torch.dtype | None = None) -> list[Future[Any]]:
     """Compile in the background the kernels of calls and, if ``backward``, then those of their backward passes.
 
     ``dtype`` is the dtype of weights and biases, if calls cast them themselves.
@@ -135,13 +133,8 @@ def compile_calls(
 
 
 def _guess_calls(
-    chain: _Chain,
-    chain_shape: torch.Size,
-    position: int | None,
-    call: CallArguments,
-    recorded: bool,
-    cast: torch.dtype | None,
-) -> Iterator[CallArguments]:
+    chain: _Chain, chain_shape: torch.Size, position: int | None, call: Given, recorded: bool, cast: torch.dtype | None
+) -> Iterator[Given]:
     """Guess the calls of a chain's followers from the call of its first module, whose input has ``chain_shape``.
 
     With the position of that module, the chain's followers are found first: modules made after it.

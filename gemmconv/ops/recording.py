@@ -63,7 +63,6 @@ def _forward_with_casts(
     """A forward call that casts weight and bias; it returns the output, and the weight's cast.
 
     Args:
-        tensors, arguments: arguments of the operator.
         weight: the weight before the cast; no reference to it is kept.
         saves: whether the weight's cast is returned even where it is not cached, to be saved for gradients.
     """
