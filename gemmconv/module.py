@@ -146,7 +146,7 @@ class Layer(nn.Module):
     def _compile_followers(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         """In other threads, compile what layers made after this one are likely to launch.
 
-        Layers of signals and images do so when no call of their signature is cached: at the first call of a size.
+        Layers of signals and images do so at each call that is not found in the cache, such as the first of a size.
         """
         if self._axes < 3 and input.is_cuda and self.algorithm != "native":
             followers.compile_followers(self._position, self, (input, weight, bias))
@@ -202,8 +202,8 @@ class ConvTranspose1d(Layer, nn.ConvTranspose1d):
     def _prepare(self, key: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> PlainCall | None:
         """A call on signals, cached by ``key``; else one on images of height 1, if the functional form has cached it.
 
-        A call under autocast, or without a batch, is always one on images. No call on signals is cached for it (the
-        cache takes no None), so it comes here each time.
+        A call under autocast, or without a batch, is always one on images. Nothing is cached by ``key`` for it, so each
+        such call of a 1-D layer comes here.
         """
         arguments, arguments_key = self._arguments_and_key()
         # Errors are ignored here: forward then calls the functional form, which raises it in 1-D terms.

@@ -44,8 +44,8 @@
  *   epilogue/fold_smem.cuh
  *    gather         adds up the columns of OUTS channels, for each cell of this thread, and stores the outputs. What
  *                   does not exist is skipped: cells, inputs beside the image, channels. Columns must be written before
- *    part_of        which part of a cell's row a thread gathers: kParts threads share a row. cell_place_t: where it is
- *    image_t        extents of an image in pixels and cells
+ *    part_of        a thread's part in a turn: part / kParts is the cell, part % kParts its place in the row
+ *    image_t        extents of an image in pixels and cells. cell_place_t: where a cell is
  *   numeric          divided: a division by a reciprocal. each: a loop whose index is known to the compiler
  *
  * A warp is 32 threads (lanes), a warpgroup four warps. wgmma is the tensor cores' product of a whole warpgroup: it
@@ -71,7 +71,7 @@ constexpr int kFoldLines = FOLD_OUTS * kTaps, kFolds = LINES / kFoldLines, kFold
 // Chunks that multiply takes before its loop: its comment in pixels_on_m.cuh has a table of them, and says why.
 constexpr int kPeeled = POSITION_BLOCKS == 1 ? CHUNK_CLASS % 2 : 0;
 static_assert(kFoldLines % 8 == 0 && LINES % kFoldLines == 0, "a fold has whole groups of 8 lines, as wgmma has them");
-static_assert(FOLD_PITCH % 8 == 4 && kPositions <= FOLD_PITCH, "half a warp writes columns to different banks");
+static_assert(FOLD_PITCH % 8 == 4 && kPositions <= FOLD_PITCH, "half a warp writes to banks 8t + 2g, all different");
 static_assert(2 * kFoldFloats * 4 <= COLUMN_BYTES, "columns of two folds fit");
 
 // A group of threads gathers all cells of an equal share of a fold's channels; in the example all 256, 3 channels.

@@ -25,12 +25,12 @@ operators of their own, in volumes.py.
 
 A caller may ask for a call that takes or returns other tensors than the operator does, by a Convention. Under autocast,
 for example, Convention(parameter_dtype=float32) asks for call(input bf16, weight float32, bias float32) -> output bf16,
-which casts weight and bias in a kernel of ours. configs.py lists the fields, with the call that each asks for. This
-file only makes the Convention part of the key, and passes it on to forward.py and gradients.py, which prepare such
-calls.
+which casts weight and bias in a kernel of ours. Other fields are for gradients (weight_grad_strides, with_bias_grad),
+for casts to return, for a weight in training and for signals; configs.py has the call of each. This file only makes the
+Convention part of the key, and passes it on to forward.py and gradients.py, which prepare such calls.
 
-One cache (call_cache.py) has prepared calls of two kinds. A PlainCall runs an OperatorCall inside, so the first call of
-a layer adds one of each:
+One cache (call_cache.py) has prepared calls of two kinds, beside those of im2col and col2im. A PlainCall runs an
+OperatorCall inside, unless it calls torch's operator. So the first call of a layer adds one of each:
 
     prepared call                                 key                                              is added by
     PlainCall: casts, makes an autograd node      its signature (signatures.py)                    functional, module
@@ -114,7 +114,10 @@ def prepare_call(
 def _prepare_or_fall_back(
     direction: Pass, tensors: Tensors, target_size: Any, arguments: Arguments, convention: Convention
 ) -> OperatorCall:
-    """Prepare a call by the algorithm asked for; for ``"auto"``, by torch's where kernels do not compile or load."""
+    """Prepare a call by the algorithm asked for; for ``"auto"``, by torch's where kernels do not compile or load.
+
+    The call that is returned is cached, so what did not compile is not tried again for calls with the same key.
+    """
     options = Options(*as_hashable(arguments))
     prepare = partial(_choose_and_prepare, direction, tensors, target_size, convention)
     if options.algorithm != "auto":
