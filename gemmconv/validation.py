@@ -171,10 +171,13 @@ def same_kind(
 def parameters(where: str, given: Geometry, kernel_size: Pair) -> None:
     """Raise RuntimeError if a value of the geometry is outside its range, whatever the input."""
     stride, padding, output_padding, groups, dilation = given
-    named = {"kernel_size": kernel_size, "stride": stride, "dilation": dilation}
-    named |= {"padding": padding, "output_padding": output_padding}
-    for name, values in named.items():
-        least = 0 if "padding" in name else 1
+    for name, values, least in (
+        ("kernel_size", kernel_size, 1),
+        ("stride", stride, 1),
+        ("dilation", dilation, 1),
+        ("padding", padding, 0),
+        ("output_padding", output_padding, 0),
+    ):
         if _any_below(least, values):
             fail(RuntimeError, where, name, f"be at least {least}{_ON_ALL[len(stride)]}", tuple(values))
     if groups < 1:

@@ -109,8 +109,8 @@ class Kernel(ABC):
 
     On a GPU these are asked for the sizes that represent a size class (size_class.py), so that all sizes of the class
     have one compiled kernel. ``fitted`` then gives the tile for the sizes at hand, which differs in what the kernel
-    takes as arguments. gemm_fold_pixels, compiled for 2 images of 8 x 8 in a block, so serves 4 images of 4 x 4 in a
-    block. gemmconv/algorithms/base.py (``_fitted``) makes the call.
+    takes as arguments. So gemm_fold_pixels, compiled for 2 images of 8 x 8 in a block, serves 4 images of 4 x 4 in a
+    block too. gemmconv/algorithms/base.py (``_fitted``) makes the call.
 
     Attributes:
         name: its folder and file under csrc/, without the ending.

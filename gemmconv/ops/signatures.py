@@ -48,11 +48,13 @@ def _call_signature_in_python(input: Tensor, weight: Tensor, bias: Tensor | None
     )
 
 
-def _find_call_in_python(*call: Any) -> tuple[Any, Hashable]:
+def _find_call_in_python(
+    input: Tensor, weight: Tensor, bias: Tensor | None, arguments_key: bytes
+) -> tuple[Any, Hashable]:
     """The prepared call that is cached for a call, and the call's signature; None for what there is not."""
     signature = None
     with suppress(RuntimeError):  # a tensor without strides, such as a sparse one, has no signature
-        signature = _call_signature_in_python(*call)
+        signature = _call_signature_in_python(input, weight, bias, arguments_key)
     return call_cache.entries.get(signature), signature  # the cache has no entry for None
 
 

@@ -99,8 +99,8 @@ class Tile(PositionRows):
 
     images: int  # images of an item; 1 if items are windows. In the example 2
     window: int  # positions of each image that an item has: all of them, or a part of its only row. In the example 64
-    # :attr:`position_blocks` and :attr:`fold_turns` of the compiled kernel that this tile reuses at another size, which
-    # then has as many; (1, 1) with a kernel of its own.
+    # If this tile reuses the kernel that was compiled for another size: its :attr:`position_blocks` and
+    # :attr:`fold_turns`, of which this tile then has as many. Else (1, 1).
     compiled: Pair = (1, 1)
 
     @cached_property
