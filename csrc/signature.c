@@ -2,8 +2,8 @@
  *
  *   signatures = Signatures(exchange, cache, (count, modes), levels, has_grad, has_autocast, cast_to,
  *                           (precision, arguments), types)
- *   signatures.find_call(input, weight, bias, said) -> what the dictionary cache.entries has for the call's key, and the
- *                                                      key: None for what there is not; no key if Python has to look
+ *   signatures.find_call(input, weight, bias, said) -> what the dictionary ``cache`` has for the call's key, and the key:
+ *                                                      None for what there is not; no key if Python has to look
  *   signatures.of_gradient(grad, input, weight, asked) -> a key, or None, also while gradients are recorded
  *
  * Types, devices, shapes and strides are packed as bytes into one object. It needs from torch: DLPack's functions;
@@ -19,12 +19,13 @@
 
 #include <string.h>
 
-enum { kIsNegative, kNeedsGrad, kIsLeaf, kIsView, kIsInference, kLevel, kEntries, kNames };
+enum { kIsNegative, kNeedsGrad, kIsLeaf, kIsView, kIsInference, kLevel, kNames };
 static const char* const texts[kNames] = {"is_neg", "requires_grad", "is_leaf", "_is_view", "is_inference",
-                                          "_current_level", "entries"};
+                                          "_current_level"};
 static PyObject* names[kNames];
 
-enum { kCache, kCount, kModes, kLevels, kHasGrad, kHasAutocast, kCastTo, kPrecision, kArguments, kTensor, kParameter, kHeld };
+enum { kCache, kCount, kModes, kLevels, kHasGrad, kHasAutocast, kCastTo, kPrecision, kArguments, kTensor, kParameter,
+       kHeld };
 typedef struct {
     object_t object;
     const exchange_t* exchange;
@@ -140,10 +141,8 @@ static PyObject* find_call(PyObject* object, PyObject* const* arguments, Py_ssiz
     const signatures_t* self = (const signatures_t*)object;
     if (count != 4) return PyErr_Format(PyExc_TypeError, "find_call takes 4 arguments, got %zd", count);
     PyObject* key = of_call(self, arguments);
-    PyObject* calls = key ? PyObject_GetAttr(self->held[kCache], names[kEntries]) : NULL;
-    PyObject* found = calls ? PyDict_GetItemWithError(calls, key) : NULL;  /* there is none for None */
+    PyObject* found = key ? PyDict_GetItemWithError(self->held[kCache], key) : NULL;  /* there is none for None */
     PyObject* both = PyErr_Occurred() ? NULL : PyTuple_Pack(2, found ? found : Py_None, key);
-    Py_XDECREF(calls);
     Py_XDECREF(key);
     return both;
 }
@@ -164,9 +163,10 @@ static PyObject* of_gradient(PyObject* object, PyObject* const* arguments, Py_ss
 static int fill(PyObject* object) {
     signatures_t* self = (signatures_t*)object;
     PyObject *capsule, **held = self->held;
-    if (!PyArg_ParseTuple(self->object.arguments, "OO(OO!)OOOO(OO!)(OO)", &capsule, &held[kCache],
-                          &held[kCount], &PyTuple_Type, &held[kModes], &held[kLevels], &held[kHasGrad], &held[kHasAutocast], &held[kCastTo],
-                          &held[kPrecision], &PyTuple_Type, &held[kArguments], &held[kTensor], &held[kParameter]))
+    if (!PyArg_ParseTuple(self->object.arguments, "OO!(OO!)OOOO(OO!)(OO)", &capsule, &PyDict_Type, &held[kCache],
+                          &held[kCount], &PyTuple_Type, &held[kModes], &held[kLevels], &held[kHasGrad],
+                          &held[kHasAutocast], &held[kCastTo], &held[kPrecision], &PyTuple_Type, &held[kArguments],
+                          &held[kTensor], &held[kParameter]))
         return -1;
     self->exchange = exchange_of(capsule);
     return self->exchange ? 0 : -1;

@@ -17,7 +17,7 @@ from gemmconv import arrays, ops, validation
 from gemmconv.algorithms import fold
 from gemmconv.dispatch import is_exporting, is_exporting_to_onnx, tensors_need_torch, transforms_need_torch
 from gemmconv.kernels.base import Precision, why_no_kernels
-from gemmconv.ops import call_cache, plain
+from gemmconv.ops import call_cache, plain, signatures
 from gemmconv.ops import compiled as compiled  # registers the operators' lowerings for torch.compile
 from gemmconv.ops.schemas import Window, col2im_problem, im2col_problem
 from gemmconv.selection import NAMES, rounds_as_asked
@@ -79,7 +79,7 @@ def conv_transpose2d(
     # arrays, subclasses and sparse tensors, and for arguments that are no numbers and strings. Such a call is not
     # cached here: call_cache.find_or_make(None, make) only calls ``make``.
     if not torch.compiler.is_compiling() and (given_key := call_cache.arguments_key(given)) is not None:
-        call, key = plain.find_call(input, weight, bias, given_key)
+        call, key = signatures.find_call(input, weight, bias, given_key)
         if call is not None:
             return call(input, weight, bias)
     # Arrays of other libraries: this function again, on tensors that share their memory.

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from gemmconv import functional, rank, validation
 from gemmconv.dispatch import function_mode_count, only_patched
 from gemmconv.kernels.base import Precision
-from gemmconv.ops import call_cache, followers, plain
+from gemmconv.ops import call_cache, followers, plain, signatures
 from gemmconv.ops.recording import PlainCall
 from gemmconv.ops.schemas import Options
 from gemmconv.selection import NAMES
@@ -128,7 +128,9 @@ class Layer(nn.Module):
         # signature of a new call, or None for one that cannot be cached.
         if output_size is None and not compiling:
             arguments_key = self._arguments_and_key()[1]
-            call, key = (None, None) if arguments_key is None else plain.find_call(input, weight, bias, arguments_key)
+            call = key = None
+            if arguments_key is not None:
+                call, key = signatures.find_call(input, weight, bias, arguments_key)
             if call is not None:
                 return call(input, weight, bias)
             if key is not None:
@@ -216,7 +218,7 @@ class ConvTranspose1d(Layer, nn.ConvTranspose1d):
         if arguments_key is None or input.dim() not in (2, 3):
             return None
         images, kernels = input.unsqueeze(-2), weight.unsqueeze(-2)
-        on_images, _ = plain.find_call(images, kernels, bias, arguments_key)
+        on_images, _ = signatures.find_call(images, kernels, bias, arguments_key)
         return None if on_images is None else lambda *_: on_images(images, kernels, bias).squeeze(-2)
 
 

@@ -39,7 +39,7 @@ from gemmconv.functional import conv_transpose2d
 from gemmconv.geometry import Problem
 from gemmconv.kernels.base import Pass, Precision, why_no_kernels
 from gemmconv.kernels.phases import axis_taps
-from gemmconv.ops import plain, volumes
+from gemmconv.ops import signatures, volumes
 from gemmconv.ops.autocast import current_dtype
 from gemmconv.ops.call_cache import arguments_key, find_or_make
 from gemmconv.ops.recording import PlainCall
@@ -138,7 +138,7 @@ def conv_transpose3d(
     key = None
     # A repeated call: a call of the same signature was prepared before, and its checks were made then.
     if not torch.compiler.is_compiling() and (text := arguments_key((*geometry, *options.values()))) is not None:
-        call, key = plain.find_call(input, weight, bias, text)
+        call, key = signatures.find_call(input, weight, bias, text)
         if call is not None:
             return call(input, weight, bias)
         key = key if key is not None and are_dense(input, weight, bias) else None

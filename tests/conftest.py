@@ -35,7 +35,7 @@ if (worker := os.environ.get("PYTEST_XDIST_WORKER")) is not None:
 from gemmconv.device import spec_of
 from gemmconv.kernels import search_cache
 from gemmconv.kernels.base import missing_software
-from gemmconv.ops import autocast
+from gemmconv.ops import autocast, call_cache
 from tests import emulator
 from tests.samples import DEVICES, REFUSED_ON_A_CPU
 
@@ -103,6 +103,12 @@ def _devices_are_asked_anew() -> None:
     """No test's GEMMCONV_CAPABILITY is another's."""
     spec_of.cache_clear()
     missing_software.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def _no_call_is_cached() -> None:
+    """No test meets a call that another has prepared, perhaps by what it replaced."""
+    call_cache.entries.clear()
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gemmconv
-from gemmconv.ops import autocast, call_cache, plain
+from gemmconv.ops import autocast, plain
 from gemmconv.ops.autocast import cast_as_autocast, cast_cache
 from tests.processes import in_threads
 
@@ -365,7 +365,6 @@ def test_torch_casts_for_a_call_that_is_not_one_in_16_bits_on_a_gpu(changed, dty
 def test_whoever_casts_the_results_are_those_of_tensors_that_were_cast(casts, requires, shape, device, monkeypatch):
     """The call casts by a kernel on a GPU; on a CPU it is made to cast, which it does by torch."""
     monkeypatch.setattr(plain, "casts_parameters", lambda *_: casts)
-    monkeypatch.setattr(call_cache, "entries", {})
     images = torch.randn(shape, device=device, requires_grad=True)
     leaves = [one.detach().to(device).requires_grad_(one.requires_grad) for one in parameters(requires=requires)]
     wanted = [images, *(one for one in leaves if one.requires_grad)]

@@ -9,7 +9,7 @@ import gemmconv
 from gemmconv import ops, pairs
 from gemmconv.algorithms import ALGORITHMS, Config
 from gemmconv.kernels.base import strides_of
-from gemmconv.ops import autograd, call_cache
+from gemmconv.ops import autograd
 from tests import reference
 from tests.cases import Case
 from tests.samples import channels_last, problem_of, sample, spread
@@ -175,7 +175,6 @@ def test_gradients_of_nchw_can_be_computed_in_channels_last_between_turns(case, 
     assert gradients.transposes_weight is (algorithm == "native")
     assert not gradients._replace(via_channels_last=False).transposes_weight
     monkeypatch.setattr(pairs, "choose_pair", lambda *arguments: gradients)
-    monkeypatch.setattr(call_cache, "entries", {})
     formats = []
 
     def recording(original):
@@ -321,7 +320,6 @@ def test_a_backward_pass_computes_what_it_is_asked_for(asked, leaf, leaves, monk
         return lambda *tensors: ran.append(direction) or call(*tensors)
 
     monkeypatch.setattr(autograd, "prepare_call", recording)
-    monkeypatch.setattr(call_cache, "entries", {})
     tensors = {"input": data.input, "weight": data.weight, "bias": data.bias}
     if not leaf:
         tensors = {name: tensor * 1.0 for name, tensor in tensors.items()}

@@ -5,7 +5,7 @@ import torch
 
 import gemmconv
 from gemmconv.dispatch import are_dense, is_exporting
-from gemmconv.ops import call_cache, implementation
+from gemmconv.ops import implementation
 from gemmconv.ops.configs import Convention
 from gemmconv.ops.implementation import prepare_call
 from gemmconv.ops.schemas import Options
@@ -54,7 +54,6 @@ def test_a_call_is_prepared_for_each_setting(monkeypatch):
         return prepare_call("forward", (x, weight, weight[0, 0, 0] if bias else None), None, options, convention)
 
     made = []
-    monkeypatch.setattr(call_cache, "entries", {})
     monkeypatch.setattr(implementation, "_prepare_or_fall_back", lambda *given: made.append(given) or object())
     options = {"stride": (3, 2), "padding": (0, 1), "output_padding": (1, 0), "groups": 2, "dilation": (1, 2)}
     options |= {"algorithm": "native", "precision": "tf32", "workspace_limit": 1 << 20}

@@ -213,7 +213,6 @@ def executed(language):
         assert (executor.extension() is not None) == (language == "c"), "run `make executor`"
         call_cache.entries.clear()
         yield
-    call_cache.entries.clear()
 
 
 @pytest.fixture

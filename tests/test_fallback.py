@@ -20,7 +20,7 @@ from gemmconv.geometry import Problem
 from gemmconv.kernels import base
 from gemmconv.kernels.base import missing_software, why_no_kernels
 from gemmconv.kernels.columns import col2im
-from gemmconv.ops import call_cache, left_to_torch
+from gemmconv.ops import left_to_torch
 from gemmconv.runtime import available, sources
 from tests.samples import REFUSED_ON_A_CPU
 
@@ -34,7 +34,6 @@ LOG = '6: NVRTC_ERROR_COMPILATION:\n\ndirect/forward.cu(33): error: identifier "
 def nothing_said(monkeypatch):
     """No plan and no warning is another test's."""
     monkeypatch.setattr(fallback, "_warned", set())
-    monkeypatch.setattr(call_cache, "entries", {})
 
 
 @pytest.fixture

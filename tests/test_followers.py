@@ -17,7 +17,7 @@ pytest.importorskip("cuda.core", reason="compiling needs the cuda-core package")
 import gemmconv
 from gemmconv import functional
 from gemmconv.kernels import bind
-from gemmconv.ops import followers, plain
+from gemmconv.ops import followers, signatures
 from gemmconv.ops.schemas import WithoutData
 from gemmconv.runtime import compiler, pool
 from tests.processes import in_threads
@@ -84,7 +84,7 @@ def asked(monkeypatch):
     monkeypatch.setattr(followers, "compile_backward_ahead", lambda *call: asked.append(("backward", *call[:2])))
     monkeypatch.setattr(pool, "submit", lambda work, urgent: work() if not urgent else None)
     monkeypatch.setattr(pool, "cores", lambda: 4)
-    monkeypatch.setattr(plain, "find_call", lambda *_: (None, "key"))
+    monkeypatch.setattr(signatures, "find_call", lambda *_: (None, "key"))
     monkeypatch.setattr(gemmconv.ConvTranspose2d, "_function", lambda *_, **__: "result")
     return asked
 
@@ -267,13 +267,13 @@ def test_calls_that_nothing_follows_from(asked, monkeypatch):
     layers[0](torch.zeros(8, 100, 1, 1, device="meta"))
     layers[0](noise(), output_size=[4, 4])
     with monkeypatch.context() as patch:
-        patch.setattr(plain, "find_call", lambda *_: (None, None))  # in a mode
+        patch.setattr(signatures, "find_call", lambda *_: (None, None))  # in a mode
         layers[0](noise())
     with monkeypatch.context() as patch:
         patch.setattr(torch.compiler, "is_compiling", lambda: True)
         layers[0](noise())
     with monkeypatch.context() as patch:
-        patch.setattr(plain, "find_call", lambda *_: (lambda *_: "known", "key"))
+        patch.setattr(signatures, "find_call", lambda *_: (lambda *_: "known", "key"))
         assert layers[0](noise()) == "known"
     assert not asked
     layers[0](noise())

@@ -14,7 +14,6 @@ from gemmconv.algorithms import fallback
 from gemmconv.device import named
 from gemmconv.geometry import Problem
 from gemmconv.kernels.base import Config
-from gemmconv.ops import call_cache
 from tests.processes import output_of
 
 
@@ -92,9 +91,8 @@ def test_info_reports_wrong_settings_and_needs_no_cuda_package():
 
 
 @pytest.fixture
-def debug(caplog, monkeypatch):
+def debug(caplog):
     caplog.set_level(logging.DEBUG, "gemmconv")
-    monkeypatch.setattr(call_cache, "entries", {})
     return caplog
 
 

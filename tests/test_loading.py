@@ -216,7 +216,6 @@ def test_pool_threads_do_at_once_what_they_are_asked_to(monkeypatch):
 @pytest.fixture
 def on_gpu(loader, monkeypatch):
     """A layer's tensors on a GPU that is not there, and what is compiled for its backward pass."""
-    monkeypatch.setattr(call_cache, "entries", {})
     monkeypatch.setattr(executor, "prepare", lambda *_: executor.Prepared(lambda *_: 0, None))
 
     def tensors(shape=(2, 64, 16, 16), memory_format=torch.contiguous_format, dtype=torch.float16, grads=(1, 1, 1)):

@@ -9,7 +9,6 @@ import torch
 from torch.nn import Parameter
 
 from gemmconv.extension import exchange_of_tensors, extension
-from gemmconv.ops import call_cache
 from gemmconv.ops import signatures as keys
 from tests.executor_checks import exchange, keeps_no_memory
 
@@ -199,7 +198,7 @@ def test_what_is_raised_while_a_signature_is_made_is_raised(device):
         modes = parts["count"], (parts["function_modes"], parts["mode"])
         states = parts["has_grad"], parts["has_autocast"], parts["cast_to"], (parts["precision"], ())
         torchs = modes, SimpleNamespace(_current_level=-1), *states, (torch.Tensor, torch.nn.Parameter)
-        made = extension().Signatures(exchange_of_tensors(), call_cache, *torchs)
+        made = extension().Signatures(exchange_of_tensors(), {}, *torchs)
         if of_call:
             return made.find_call(input, weight, bias, b"a")
         return made.of_gradient(input, input, weight, (True,))

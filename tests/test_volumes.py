@@ -17,7 +17,7 @@ from gemmconv.explain import ModelExplanation
 from gemmconv.geometry import Problem
 from gemmconv.kernels.base import Config
 from gemmconv.kernels.conv import gemm_mma
-from gemmconv.ops import call_cache, volumes
+from gemmconv.ops import volumes
 from tests import emulator
 from tests.samples import conv_precision
 
@@ -184,7 +184,6 @@ def test_calls_keep_no_list_of_the_callers(as_products):
 
 
 def test_backward_passes_compute_what_is_needed_and_are_counted(as_products, monkeypatch):
-    call_cache.entries.clear()  # a call that was prepared before may be about to ask less often
     needed, gradients = [], volumes._torchs_gradients
     monkeypatch.setattr(volumes, "_torchs_gradients", lambda *given: needed.append(given[-1]) or gradients(*given))
     input, weight, bias = (one.requires_grad_() for one in tensors_of(PROBLEMS[0]))

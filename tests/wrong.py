@@ -3,7 +3,6 @@
 import torch
 
 from gemmconv.algorithms.native import Native
-from gemmconv.ops import call_cache
 
 
 class Wrong(Native):
@@ -42,7 +41,6 @@ def broken(result):
 
 def take_alone(monkeypatch, fake):
     """Let an algorithm be the only one there is, with no plans of others, and on the CPU too."""
-    monkeypatch.setattr(call_cache, "entries", {})
     monkeypatch.setattr("gemmconv.ops.is_left_to_torch", lambda *_: False)
     for place in ("algorithms", "selection"):
         monkeypatch.setattr(f"gemmconv.{place}.ALGORITHMS", (fake,))

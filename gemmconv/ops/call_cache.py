@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gemmconv import tuned
 
-entries: dict[Hashable, Any] = {}
+entries: dict[Hashable, Any] = {}  # emptied, never replaced: csrc/signature.c holds this object
 _lock = threading.Lock()  # held while entries are added or cleared
 _MOST_ENTRIES = 4096
 _times_cleared = 0

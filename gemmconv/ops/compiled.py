@@ -23,7 +23,7 @@ from torch import Tensor
 
 from gemmconv.dispatch import are_dense
 from gemmconv.kernels.base import PASSES, Pass
-from gemmconv.ops import plain, volumes
+from gemmconv.ops import plain, signatures, volumes
 from gemmconv.ops.ahead import compile_in_background, launches_of
 from gemmconv.ops.autocast import have_no_gaps
 from gemmconv.ops.call_cache import entries, find_or_make
@@ -50,7 +50,7 @@ _CASTING, _CASTS = "conv_transpose2d_casting", Convention(parameter_dtype=torch.
 
 
 def _forward(input: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> Tensor:
-    call, key = plain.find_call(input, weight, bias, marshal.dumps(arguments, 2))
+    call, key = signatures.find_call(input, weight, bias, marshal.dumps(arguments, 2))
     if call is None:
         call = find_or_make(key, lambda: plain.prepare(input, weight, bias, arguments))
     return call(input, weight, bias) if call else OPERATORS["conv_transpose2d"](input, weight, bias, *arguments)
@@ -59,7 +59,7 @@ def _forward(input: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any
 def _casting(input: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> Tensor:
     """A call whose kernels cast weight and bias; the dispatcher serves it if gradients are recorded."""
     tensors, parameters = (input, weight, bias), (weight, bias)
-    call, key = plain.find_call(*tensors, marshal.dumps((arguments,), 2))  # a tuple, so unlike other calls' keys
+    call, key = signatures.find_call(*tensors, marshal.dumps((arguments,), 2))  # a tuple, so unlike other calls' keys
     if call is None and key is not None and are_dense(*tensors) and have_no_gaps(parameters):
         recorded = torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in tensors)
         if not recorded and all(one is None or one.dtype is torch.float32 for one in parameters):
@@ -85,7 +85,7 @@ def _gradient(direction: Pass) -> Callable[..., Any]:
 
 
 def _volume(input: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> Tensor:
-    call, key = plain.find_call(input, weight, bias, marshal.dumps(("volume", arguments), 2))
+    call, key = signatures.find_call(input, weight, bias, marshal.dumps(("volume", arguments), 2))
     if call is None and key is not None and are_dense(input, weight, bias):
         volume = volumes.volume_of(input, weight, *arguments)
         call = find_or_make(key, lambda: volumes.prepare((input, weight, bias), volume))

@@ -42,7 +42,6 @@ from gemmconv.ops.autocast import cast_as_autocast, casts_parameters, is_autocas
 from gemmconv.ops.left_to_torch import is_left_to_torch
 from gemmconv.ops.recording import PlainCall, prepare_with_autograd
 from gemmconv.ops.schemas import Arguments, Tensors, without_data
-from gemmconv.ops.signatures import find_call as find_call
 
 
 def prepare(input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Arguments) -> PlainCall | None:

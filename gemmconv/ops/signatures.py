@@ -91,7 +91,7 @@ def _signatures() -> tuple[Callable[..., tuple[Any, Hashable]], Callable[..., Ha
         return _find_call_in_python, _gradient_signature_in_python
     modes, precision = (function_mode_count, MODES), (_precision, ("cuda", "conv"))
     states = forward_ad, _has_grad, _has_autocast, _autocast_state
-    made = in_c.Signatures(exchange, call_cache, modes, *states, precision, (Tensor, Parameter))
+    made = in_c.Signatures(exchange, call_cache.entries, modes, *states, precision, (Tensor, Parameter))
     return made.find_call, made.of_gradient
 
 
