@@ -78,7 +78,7 @@ def conv_transpose2d(
     # of the signature, and ``key`` all of it. ``key`` is None under torch.compile and torch.jit.trace, in a mode, for
     # arrays, subclasses and sparse tensors, and for arguments that are no numbers and strings. Such a call is not
     # cached here: call_cache.find_or_make(None, make) only calls ``make``.
-    if not torch.compiler.is_compiling() and (given_key := call_cache.arguments_key(given)) is not None:
+    if not torch.compiler.is_dynamo_compiling() and (given_key := call_cache.arguments_key(given)) is not None:
         call, key = signatures.find_call(input, weight, bias, given_key)
         if call is not None:
             return call(input, weight, bias)

@@ -112,7 +112,7 @@ class Layer(nn.Module):
         Raises:
             ValueError: an output_size that would need an output_padding of the stride or more.
         """
-        compiling = torch.compiler.is_compiling()
+        compiling = torch.compiler.is_dynamo_compiling()  # other tracers pass fake tensors: find_call finds nothing
         # find_call finds nothing inside a mode (torch.overrides.TorchFunctionMode). ``gemmconv.patched()``, in which
         # torch.nn.functional's functions are ours, is such a mode, but has no effect on our layers. If it is the only
         # one, forward calls itself once with modes switched off, where only_patched() is False.

@@ -137,7 +137,7 @@ def conv_transpose3d(
     options: Any = {"algorithm": algorithm, "precision": precision, "workspace_limit": workspace_limit}
     key = None
     # A repeated call: a call of the same signature was prepared before, and its checks were made then.
-    if not torch.compiler.is_compiling() and (text := arguments_key((*geometry, *options.values()))) is not None:
+    if not torch.compiler.is_dynamo_compiling() and (text := arguments_key((*geometry, *options.values()))) is not None:
         call, key = signatures.find_call(input, weight, bias, text)
         if call is not None:
             return call(input, weight, bias)

@@ -270,7 +270,7 @@ def test_calls_that_nothing_follows_from(asked, monkeypatch):
         patch.setattr(signatures, "find_call", lambda *_: (None, None))  # in a mode
         layers[0](noise())
     with monkeypatch.context() as patch:
-        patch.setattr(torch.compiler, "is_compiling", lambda: True)
+        patch.setattr(torch.compiler, "is_dynamo_compiling", lambda: True)
         layers[0](noise())
     with monkeypatch.context() as patch:
         patch.setattr(signatures, "find_call", lambda *_: (lambda *_: "known", "key"))
