@@ -74,10 +74,8 @@ def conv_transpose2d(
     where, options = "conv_transpose2d", (algorithm, precision, workspace_limit)
     given = stride, padding, output_padding, groups, dilation, *options
     key = None
-    # A repeated call: one of the same signature was prepared, and checked, before. ``given_key`` is the arguments' part
-    # of the signature, and ``key`` all of it. ``key`` is None under torch.compile and torch.jit.trace, in a mode, for
-    # arrays, subclasses and sparse tensors, and for arguments that are no numbers and strings. Such a call is not
-    # cached here: call_cache.find_or_make(None, make) only calls ``make``.
+    # A repeated call: one of the same signature was prepared, and checked, before. ``key`` is the call's signature, of
+    # which ``given_key`` is the arguments' part. It is None for a call that is not cached: signatures.py says which.
     if not torch.compiler.is_dynamo_compiling() and (given_key := call_cache.arguments_key(given)) is not None:
         call, key = signatures.find_call(input, weight, bias, given_key)
         if call is not None:
@@ -113,6 +111,7 @@ def conv_transpose2d(
     #   5b. "auto" or "native" with torch's own precision, under     torch's operator, which has rules for these (our
     #       a transform such as vmap or with a wrapper subclass      operator would be a loop under vmap)
     #   6. any other call                                            our operator, by torch's dispatcher
+    # 3 never holds for "auto" on Hopper, where torch's operator has to be deterministic: it is then a call of case 4.
     # If you add a case: several conditions may hold for a call. 2 has to come before 3, whose estimates know no complex
     # numbers; 3 before 4, which would prepare a call of torch's operator; and all before 6, which takes any call.
     # `pytest tests/test_{dispatch,transforms,arrays,autocast,onnx}.py` takes each of these ways on a CPU, in 20 s.

@@ -112,7 +112,9 @@ class Layer(nn.Module):
         Raises:
             ValueError: an output_size that would need an output_padding of the stride or more.
         """
-        compiling = torch.compiler.is_dynamo_compiling()  # other tracers pass fake tensors: find_call finds nothing
+        # Under torch.compile no cache is looked in. Other tracers (make_fx, torch.export) need no such case: for their
+        # tensors find_call returns (None, None).
+        compiling = torch.compiler.is_dynamo_compiling()
         # find_call finds nothing inside a mode (torch.overrides.TorchFunctionMode). ``gemmconv.patched()``, in which
         # torch.nn.functional's functions are ours, is such a mode, but has no effect on our layers. If it is the only
         # one, forward calls itself once with modes switched off, where only_patched() is False.
@@ -124,8 +126,10 @@ class Layer(nn.Module):
         parameters: dict[str, Any] = {} if compiling else self._parameters
         weight: Any = parameters["weight"] if "weight" in parameters else self.weight  # noqa: SIM401
         bias: Any = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401
-        # A repeated call: a call of the same signature was prepared before, and ``call`` is it. Else ``key`` is the
-        # signature of a new call, or None for one that cannot be cached.
+        # find_call returns     the call
+        # a call and a key       is like an earlier one, whose prepared call computes it
+        # None and a key         is new: a 1-D layer prepares it here, other layers below
+        # None and None          cannot be cached: it is computed below
         if output_size is None and not compiling:
             arguments_key = self._arguments_and_key()[1]
             call = key = None

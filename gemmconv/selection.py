@@ -105,9 +105,9 @@ def current_config(
 class Seconds:
     """Estimated seconds of a call: those of the device, and those for which the host is kept to enqueue it.
 
-    What counts is ``max(device, min(host, 2 * device))``. A step of large layers waits for the device, and a step of
-    small ones for the host: the longer time counts. But in a CUDA graph host time costs nothing, so no choice shall be
-    more than ``most_slowdown`` (2, a policy) times as slow on the device to save host time. Of three candidates:
+    A step of large layers waits for the device, and a step of small ones for the host: the longer time counts. But host
+    time counts up to twice the device time at most (``most_slowdown``, a policy): in a CUDA graph it is free, and there
+    no choice shall be more than twice as slow. What counts is ``max(device, min(host, 2 * device))``:
 
         device    host     counts as
         19 us     5 us     19 us, so this one is taken
@@ -235,7 +235,7 @@ def choose(config: Config, requested: str, where: str, direction: Direction = "f
             raise NotImplementedError(f'{where}: {named.name}: {reason}; or use algorithm="auto"')
         return named
     if (entry := tuned.entry_of(config, direction)) is not None:
-        fastest = BY_NAME.get(entry.algorithms[0])  # the tuned algorithms are in the order of their times
+        fastest = BY_NAME.get(entry.algorithms[0])  # the only one: entries of two are for both gradients
         if fastest is not None and can_serve(fastest, config, direction):
             return fastest
     for algorithm, _ in preference(config, direction):

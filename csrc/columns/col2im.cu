@@ -14,7 +14,7 @@
  * This kernel gathers: one thread adds up all of an output, so there are no atomics and the order is always the same.
  * Every value of the columns is read at most once. Outputs of one phase, o mod S, have the same taps.
  *
- * A thread has a rectangle of outputs, RECT_ROWS x RECT_W: up to four rows, where a row takes few loads.
+ * A thread has a rectangle of outputs, RECT_ROWS x RECT_W. RECT_ROWS is 1 to 4: more if each row takes few loads.
  * The j-th rectangle of a row begins at output j * RECT_W.
  *   RECT_W = STRIDE_W  One output of each phase. They read inputs near j, so a warp reads neighbouring addresses. The
  *                      taps of the s-th output, and how far from j it reads (its shift), are known when compiling.
@@ -81,7 +81,7 @@ constexpr int kUnrollRows = RECT_W * kTapsW < 32 ? 32 / (RECT_W * kTapsW) : 1;  
 template <int KERNEL, int STRIDE, int DILATION>
 __device__ __forceinline__ int first_tap(int padded) {
     constexpr int kStep = tap_step(STRIDE, DILATION);
-    if (DILATION % STRIDE == 1 % STRIDE) return padded % STRIDE;  // k*D = k modulo S; 1 % STRIDE is 0 for S = 1
+    if (DILATION % STRIDE == 1 % STRIDE) return padded % STRIDE;  // k*D = k modulo S (any D if S = 1)
     int tap = KERNEL;
     #pragma unroll (kStep <= 16 ? kStep : 1)
     for (int k = kStep - 1; k >= 0; --k)  // downwards: the least tap remains
@@ -97,7 +97,8 @@ __device__ __forceinline__ void add_row(
     int j) {
     #pragma unroll
     for (int s = 0; s < RECT_W; ++s) {
-        // P + the output's place: in the rectangle (s, a constant), or in the row (s = 0, column j) if RECT_W is 1.
+        // P + the output's place: s in the rectangle, a constant, and then shifts are relative to input column j; or j
+        // in the row if RECT_W is 1, and then shifts are input columns themselves (origin is 0).
         const int padded_w = s + PADDING_W + (RECT_W == STRIDE_W ? 0 : j);
         const int first_kw = first_tap<KERNEL_W, STRIDE_W, DILATION_W>(padded_w);
         const COLUMN_T* tap = tap_row + first_kw * tap_stride;

@@ -5,7 +5,13 @@
  *   columns[line][position] = sum over input channels ci of input[ci][position] * weight[ci][line]
  *
  * and for each output the bias plus the sum of the column elements that belong to it. The words are explained, with the
- * example below, in the host file, gemmconv/kernels/sm90/gemm_fold_pixels.py. A block has 384 threads:
+ * example below, in the host file, gemmconv/kernels/sm90/gemm_fold_pixels.py.
+ *
+ * A warp is 32 threads (lanes), a warpgroup four warps. wgmma is the tensor cores' product of a whole warpgroup: it
+ * runs on its own while threads go on, reads operands from registers and shared memory, and leaves each lane some of
+ * the sums. A barrier in shared memory lets some threads wait for others; __syncthreads would stop all of them.
+ *
+ * A block has 384 threads, a warpgroup that copies and two that multiply and gather:
  *
  *   for each item (positions times some line blocks), for each of its line blocks:         threads  function
  *     copy       weights to stages (one thread), inputs to slots (threads 32-127)          0-127    run
@@ -48,10 +54,6 @@
  *    image_t        extents of an image in pixels and cells. cell_place_t: where a cell is
  *   numeric          divided: a division by a reciprocal. each: a loop whose index is known to the compiler
  *
- * A warp is 32 threads (lanes), a warpgroup four warps. wgmma is the tensor cores' product of a whole warpgroup: it
- * runs on its own while threads go on, reads operands from registers and shared memory, and leaves each lane some of
- * the sums. A full or empty barrier lets threads wait for others without __syncthreads, which would stop all of them.
- *
  * To change         edit
  *   bytes, sizes      the host file: FOLD_OUTS is fold_outs, LINES lines; static_asserts find where the two disagree
  *   a thread's cells  part_of in epilogue/fold_smem.cuh, which this file and gather call
@@ -74,7 +76,8 @@ static_assert(kFoldLines % 8 == 0 && LINES % kFoldLines == 0, "a fold has whole 
 static_assert(FOLD_PITCH % 8 == 4 && kPositions <= FOLD_PITCH, "half a warp writes to banks 8t + 2g, all different");
 static_assert(2 * kFoldFloats * 4 <= COLUMN_BYTES, "columns of two folds fit");
 
-// A group of threads gathers all cells of an equal share of a fold's channels; in the example all 256, 3 channels.
+// A group of threads gathers all cells of an equal share of a fold's channels. The example has one group, of all 256
+// threads, for 3 channels: 128 have a cell, and the others none.
 constexpr int kGroupThreads = kConsumers / FOLD_GROUPS, kGroupOuts = FOLD_OUTS / FOLD_GROUPS;
 static_assert(kConsumers % FOLD_GROUPS == 0 && FOLD_OUTS % FOLD_GROUPS == 0, "groups are of one size");
 static_assert(FOLD_GROUPS == 1 || kPositions * kParts <= kGroupThreads, "a thread for each part of a position's cell");
@@ -159,8 +162,10 @@ __device__ __forceinline__ void fold_line_block(
         const int out = first_out + fold * FOLD_OUTS + group * kGroupOuts;
         if (out < p.out_channels)
             gather<FOLD_TURNS, kGroupThreads, kGroupOuts, WHOLE_OUTS>(
-                image, p.output, p.out_channels, columns + group * (kGroupOuts * kTaps * FOLD_PITCH),
-                biases + fold * FOLD_OUTS, out, member, cells, kept_cell);
+                image, p.output, p.out_channels,
+                columns + group * (kGroupOuts * kTaps * FOLD_PITCH),  // of the group's first channel, as is the next
+                biases + fold * FOLD_OUTS,
+                out, member, cells, kept_cell);
     }
     if constexpr (kFolds % 2 == 1) named_barrier_sync<1, kConsumers>();
 }

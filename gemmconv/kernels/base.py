@@ -93,8 +93,8 @@ class Config:
 class Kernel(ABC):
     """One way to compute some passes: the layers it serves, its tiles, the cost of each, and its launches.
 
-    A tile is a frozen record of the work of a thread block, stages and threads. A kernel is compiled for most of its
-    fields; the others are arguments of a launch.
+    A tile is a frozen record of the work of a thread block, stages and threads. Most fields of a tile become macros,
+    for which the kernel is compiled; the others are arguments of a launch.
 
     A new kernel defines ``name``, ``serves``, :meth:`tiles`, :meth:`seconds` and :meth:`program`; one on a CPU, which
     has no program, :meth:`prepare` instead. All else has a default. Its algorithm lists it in ``kernels``:
@@ -107,10 +107,12 @@ class Kernel(ABC):
         tile                             its best tile, by ``seconds``
         expected                         seconds by which kernels are compared; the least gives its ``program``
 
-    On a GPU these are asked for the sizes that represent a size class (size_class.py), so that all sizes of the class
-    have one compiled kernel. ``fitted`` then gives the tile for the sizes at hand, which differs in what the kernel
-    takes as arguments. So gemm_fold_pixels, compiled for 2 images of 8 x 8 in a block, serves 4 images of 4 x 4 in a
-    block too. gemmconv/algorithms/base.py (``_fitted``) makes the call.
+    On a GPU a kernel is compiled once for a class of sizes (size_class.py). For 3 images of 40 x 50:
+
+        representatives(config)          1 image and 4 images of 62 x 62 stand for the two classes next to this size
+        tile(for each of them)           what the kernel is compiled for, for each class
+        fitted(config, tile)             each tile for 3 images of 40 x 50: it differs in arguments of the launch alone
+        seconds                          of these the least is taken: gemmconv/algorithms/base.py, ``_fitted``
 
     Attributes:
         name: its folder and file under csrc/, without the ending.

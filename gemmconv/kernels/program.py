@@ -150,7 +150,10 @@ class Launch:
 
 @dataclass(frozen=True)
 class Matrices:
-    """Column-major matrices of one product: element type, leading extent, and elements from one to the next."""
+    """Column-major matrices of one product.
+
+    ``leading`` is the elements from a column to the next, ``stride`` those from a matrix of the batch to the next.
+    """
 
     at: At
     dtype: torch.dtype

@@ -10,15 +10,15 @@ The first call of a signature goes through these stages; here ``[8, 64, 32, 32]`
     Program          weights/pack.cu, then the kernel       its launches as plain data: pass_programs.py
     OperatorCall     call(input, weight, None)              launches them on tensors of these strides: kernels/bind.py
 
-Who calls whom, the first time. An eager call bypasses the dispatcher; others reach ``_compute``. ``>`` is this file:
+Who calls whom, the first time. An eager call bypasses the dispatcher; others reach ``_compute``:
 
-      plain.prepare                         a call that has a signature; functional.py asks for it, for layers too
-        recording.prepare_with_autograd     adds the autograd node, whose backward pass is prepared here too
-    >     prepare_call                      looks in the cache; also from _compute, the body of every operator
-    >       _prepare_or_fall_back           torch's operator where kernels of "auto" do not compile
-    >         _choose_and_prepare
-                configs.choose_algorithm    checks arguments, makes the Config, asks selection.py (for two: pairs.py)
-                forward.prepare_forward     the Program, bound to the device; gradients.py has the same for gradients
+    plain.prepare                         a call that has a signature; functional.py asks for it, for layers too
+      recording.prepare_with_autograd     adds the autograd node, whose backward pass is prepared by prepare_call too
+        prepare_call (this file)          looks in the cache; also from _compute, the body of every operator
+          _prepare_or_fall_back (here)    torch's operator where kernels of "auto" do not compile
+            _choose_and_prepare (here)
+              configs.choose_algorithm    checks arguments, makes the Config, asks selection.py (for two: pairs.py)
+              forward.prepare_forward     the Program, bound to the device; gradients.py has the same for gradients
 
 On a CPU and for torch's operator there is no program: the algorithm prepares the call itself. Layers on volumes have
 operators of their own, in volumes.py.
@@ -26,15 +26,18 @@ operators of their own, in volumes.py.
 A caller may ask for a call that takes or returns other tensors than the operator does, by a Convention. Under autocast,
 for example, Convention(parameter_dtype=float32) asks for call(input bf16, weight float32, bias float32) -> output bf16,
 which casts weight and bias in a kernel of ours. Other fields are for gradients (weight_grad_strides, with_bias_grad),
-for casts to return, for a weight in training and for signals; configs.py has the call of each. This file only makes the
-Convention part of the key, and passes it on to forward.py and gradients.py, which prepare such calls.
+for casts to return, for a weight in training and for signals; configs.py has the call of each. Here a Convention is
+part of the key, its ``trained`` goes to the choice too, and forward.py and gradients.py prepare calls by it.
 
-One cache (call_cache.py) has prepared calls of two kinds, beside those of im2col and col2im. A PlainCall runs an
-OperatorCall inside, unless it calls torch's operator. So the first call of a layer adds one of each:
+One cache (call_cache.py) has prepared calls of two kinds. A PlainCall runs an OperatorCall inside, unless it calls
+torch's operator. So the first call of a layer adds one of each:
 
     prepared call                                 key                                              is added by
     PlainCall: casts, makes an autograd node      its signature (signatures.py)                    functional, module
     OperatorCall: launches what one pass needs    pass, tensors, arguments, precision, Convention  prepare_call, below
+
+It also has calls of generated code (compiled.py), of volumes (volumes.py), of im2col and col2im (below), and answers:
+whether a call is left to torch (left_to_torch.py), whether a backward pass was compiled in advance (ahead.py).
 
 To change something:
 

@@ -105,10 +105,10 @@ def _prepare_under_autocast(tensors: Tensors, arguments: Arguments) -> PlainCall
     if not casts_parameters(tensors, dtype):
         call = prepare_with_autograd(tuple(map(cast, tensors)), arguments)
         return lambda input, weight, bias: call(cast(input), cast(weight), cast(bias))
-    # Kernels are chosen by dtype, shapes and strides of all tensors after the cast: ``after_cast``. For float32 tensors
-    # under bfloat16 these are the input in bfloat16, and for weight and bias bfloat16 tensors without data, of which
-    # only dtype, shape and strides are read. The call casts the weights that it is given: ``parameters`` says from
-    # float32. It keeps no tensor.
+    # after_cast   tensors as after the cast, by whose dtype, shapes and strides kernels are chosen: for float32 tensors
+    #              under bfloat16 the input in bfloat16, and weight and bias in bfloat16 without data
+    # parameters   weight and bias as they are; from their dtype, float32, the call casts those that it is given later
+    # The prepared call keeps none of these tensors.
     input, *parameters = tensors
     after_cast = cast(input), *(without_data(one, dtype) for one in parameters)
     casting_call = prepare_with_autograd(after_cast, arguments, parameters=tuple(parameters))

@@ -61,7 +61,7 @@ _MOST_SUMS = 256  # lines of a line block times position blocks of an item; a th
 # Cells for each input. Much padding of the output makes cells that lie beside all inputs; with more than 16 for each
 # input, nearly all cells do, and columns are mostly of positions that read nothing.
 _MOST_CELLS = 16
-_FOLD_LINES = 32  # lines of a fold at least; fewer where two such folds do not fit shared memory
+_FOLD_LINES = 32  # lines of a fold, about; fewer where two such folds do not fit shared memory
 _COLUMN_BYTES = 40 << 10  # bytes of shared memory that two folds may always take; folds of the least size may take more
 _MOST_COLUMN_BYTES = 72 << 10  # bytes that they may take as far as an item's inputs and two stages leave them
 _LEAST_LINES = 64  # of a line block, unless it has all lines: a smaller one would read all inputs for few products
@@ -266,7 +266,7 @@ def _fastest(tile: Tile, most: int) -> Tile | None:
     if (best := min(tiles, key=lambda one: one.cycles, default=None)) is None:
         return None
     # Three numbers: as many as fit; an equal share of the batch, in as many items; and the fewest for which there are
-    # no more items than multiprocessors. Fewer images need no more shared memory: slots are whole position blocks.
+    # about as many items as multiprocessors. Fewer images need no more shared memory: slots are whole position blocks.
     for_all = -(-p.batch * best.sets // tile.multiprocessors)
     counts = dict.fromkeys((most, even_share(p.batch, most), min(most, for_all)))
     return min((changed(best, images=images) for images in counts), key=lambda one: one.cycles)
