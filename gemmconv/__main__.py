@@ -107,8 +107,7 @@ def _warmup(config: Config, capability: Capability, backward: bool) -> int:
 
     search_cache.without_gpu = True
     start, arch = time.perf_counter(), architecture_of(capability)
-    wanted = [one for program in layer_programs(config, backward) for one in compilations_of(program, config)]
-    wanted = list(dict.fromkeys(wanted))
+    wanted = dict.fromkeys(one for of in layer_programs(config, backward) for one in compilations_of(of, config))
     compilations = compile_ahead([(source, dict(macros)) for source, macros in wanted], arch)
     show_progress([future for _, future in compilations])
     print(f"gemmconv {__version__}, kernels for an {config.spec.name} ({arch}):")

@@ -126,10 +126,10 @@ class Layer(nn.Module):
         parameters: dict[str, Any] = {} if compiling else self._parameters
         weight: Any = parameters["weight"] if "weight" in parameters else self.weight  # noqa: SIM401
         bias: Any = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401
-        # find_call returns     the call
-        # a call and a key       is like an earlier one, whose prepared call computes it
-        # None and a key         is new: a 1-D layer prepares it here, other layers below
-        # None and None          cannot be cached: it is computed below
+        # find_call returns    the call
+        # a call and a key     is like an earlier one, whose prepared call computes it
+        # None and a key       is new: a 1-D layer prepares it here, other layers below
+        # None and None        cannot be cached: it is computed below
         if output_size is None and not compiling:
             arguments_key = self._arguments_and_key()[1]
             call = key = None

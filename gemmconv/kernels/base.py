@@ -109,10 +109,10 @@ class Kernel(ABC):
 
     On a GPU a kernel is compiled once for a class of sizes (size_class.py). For 3 images of 40 x 50:
 
-        representatives(config)          1 image and 4 images of 62 x 62 stand for the two classes next to this size
-        tile(for each of them)           what the kernel is compiled for, for each class
-        fitted(config, tile)             each tile for 3 images of 40 x 50: it differs in arguments of the launch alone
-        seconds                          of these the least is taken: gemmconv/algorithms/base.py, ``_fitted``
+        representatives(config)    1 image and 4 images of 62 x 62 stand for the two classes next to this size
+        tile(for each of them)     what the kernel is compiled for, for each class
+        fitted(config, tile)       each tile for 3 images of 40 x 50: it differs in arguments of the launch alone. The
+                                   faster one is taken (gemmconv/algorithms/base.py, ``_fitted``)
 
     Attributes:
         name: its folder and file under csrc/, without the ending.

@@ -150,15 +150,12 @@ class Launch:
 
 @dataclass(frozen=True)
 class Matrices:
-    """Column-major matrices of one product.
-
-    ``leading`` is the elements from a column to the next, ``stride`` those from a matrix of the batch to the next.
-    """
+    """Column-major matrices of one product."""
 
     at: At
     dtype: torch.dtype
-    leading: int
-    stride: int
+    leading: int  # elements from one column to the next
+    stride: int  # elements from one matrix of the batch to the next
 
 
 @dataclass(frozen=True)

@@ -41,13 +41,12 @@ whether a call is left to torch (left_to_torch.py), whether a backward pass was 
 
 To change something:
 
-    how a call is found, or that it falls back    here: each function does one of these
     what is checked and chosen                    configs.py, selection.py, pairs.py
     what a call takes, returns and launches       a field of Convention, and forward.py or gradients.py
     a setting, such as ``workspace_limit``        docs/guide/contributing.md has the steps; this file needs no change
 
 ``pytest tests/test_{dispatch,rank,fallback,compiled,autocast}.py`` runs each line of this file, without a GPU, in two
-minutes. The first of these has a test that fails if a setting is missing in the key.
+minutes.
 """
 
 from __future__ import annotations

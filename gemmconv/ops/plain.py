@@ -16,14 +16,9 @@ An example is a layer of 64 to 32 channels in an epoch of 1,000 images of 8 x 8,
     [128, 64, 8, 8], 6 times  call A and signature A calls it
     [104, 64, 8, 8]           None and signature B   prepares call B, adds it, and calls it
 
-Each of the following asks ``find_call`` (signatures.py, mostly in C) first. Where it finds nothing,
-
-    a layer of images (module.py)                       calls conv_transpose2d
-    conv_transpose2d, a compiled graph (compiled.py)    prepares it by ``prepare``, unless torch's operator is taken
-    a layer of signals                                  prepares it by ``prepare_signal``, else as the next row says
-    conv_transpose1d (rank.py)                          calls conv_transpose2d on images
-    a layer of volumes                                  calls conv_transpose3d
-    conv_transpose3d (rank.py)                          prepares it by rules of its own (volumes.py)
+Layers, functions and compiled graphs ask ``find_call`` (signatures.py, mostly in C) first. Where it finds nothing,
+conv_transpose2d and compiled graphs call ``prepare``, unless torch's operator is chosen, and layers of signals call
+``prepare_signal``. Volumes have rules of their own (volumes.py).
 
 A call goes to the dispatcher if it has no signature, or is not prepared: in a mode, transform or profiler, which act in
 the dispatcher, and on tensors that are not dense (:mod:`gemmconv.dispatch`).

@@ -84,11 +84,9 @@ class Tile(PositionRows):
         slot_bytes             16,384            a chunk of an item's inputs        position_blocks
         stage_bytes            18,432            a chunk of a block's weights       lines
         bias_bytes             288               biases of eight warps              lines, taps
-        bytes_for_columns      162,464           what would be left of shared       chunks, slot_bytes, stage_bytes,
-                                                 memory beside all inputs of an     bias_bytes, barriers
-                                                 item and two stages
-        held                   False             whether inputs stay (see above)    set_line_blocks, column_bytes,
-                                                                                    bytes_for_columns
+        bytes_for_columns      162,464           shared memory beside all inputs    chunks, slot_bytes, stage_bytes,
+                                                 of an item and two stages          bias_bytes, barriers
+        held                   False             whether inputs stay (see above)    set_line_blocks, bytes of columns
         ring_sizes             (5, 5)            slots and stages                   held, and all bytes above
         items                  128               items of the whole call            batch, images, windows, sets
         piece                  4                 inputs copied together             inputs of an image, type
@@ -103,11 +101,7 @@ class Tile(PositionRows):
     # :attr:`fold_turns`, of which this tile then has as many. Else (1, 1).
     compiled: Pair = (1, 1)
 
-    @cached_property
-    def position_blocks(self) -> int:
-        """Position blocks of an item, as compiled."""
-        return max(self.compiled[0], -(-self.item_positions // BLOCK_POSITIONS))
-
+    # An item
     @cached_property
     def item_positions(self) -> int:
         """Positions of an item: 128 in the example."""
@@ -117,6 +111,11 @@ class Tile(PositionRows):
     def item_images(self) -> int:
         """Images of an item, whole ones or the one of its window: 2 in the example."""
         return self.images
+
+    @cached_property
+    def position_blocks(self) -> int:
+        """Position blocks of an item, as compiled."""
+        return max(self.compiled[0], -(-self.item_positions // BLOCK_POSITIONS))
 
     @cached_property
     def cells_of_image(self) -> Pair:
@@ -141,30 +140,28 @@ class Tile(PositionRows):
         windows = self.windows
         return self.images * math.prod(self.cells_of_image) if windows.per_image == 1 else windows.step
 
+    # What a thread gathers together
     @property
-    def fold_pitch(self) -> int:
-        """Floats from a line of columns to the next: an odd multiple of 4, so that lines begin in other banks."""
-        return self.position_blocks * BLOCK_POSITIONS + 4
+    def vector(self) -> int:
+        """Outputs that are stored together."""
+        return stored_together(self.problem, self.itemsize)
 
     @property
-    def fold_groups(self) -> int:
-        """Groups of threads, a power of two, each of which gathers all cells of its share of a fold's channels.
-
-        In the example 128 threads gather all cells, so two groups would fit; but 3 channels cannot be halved: one.
-        """
-        most = CONSUMERS // self._position_parts  # 256 // 128; 0 if there are more parts than threads
-        greatest = power_of_two_within(most, most)  # the greatest power of two up to most, or 1
-        return math.gcd(self.fold_outs, greatest)
-
-    @property
-    def fold_turns(self) -> int:
-        """How many cells, or parts of cells, a thread gathers of a fold, at most: 1 of the 128 in the example."""
-        return max(self.compiled[1], -(-self.cells * self.parts * self.fold_groups // CONSUMERS))
+    def parts(self) -> int:
+        """Parts of each row of a cell, a thread for each. Only for dilation 1 can threads find the taps of a part."""
+        return self.problem.stride[1] // self.vector if self.problem.dilation[1] == 1 else 1
 
     @property
     def _position_parts(self) -> int:
         """Threads that one turn needs to gather all parts of a cell for each position: 128 in the example."""
         return self.position_blocks * BLOCK_POSITIONS * self.parts
+
+    # A fold, and shared memory, which is decided in this order, each by those before it: ``lines`` of the tile,
+    # ``fold_outs``, ``column_bytes``, ``held``, ``ring_sizes``
+    @property
+    def fold_pitch(self) -> int:
+        """Floats from a line of columns to the next: an odd multiple of 4, so that lines begin in other banks."""
+        return self.position_blocks * BLOCK_POSITIONS + 4
 
     def _fold_bytes(self, outs: int) -> int:
         """Bytes of shared memory of a fold of so many output channels: 25,344 for the example's 3."""
@@ -173,9 +170,6 @@ class Tile(PositionRows):
     @cached_property
     def fold_outs(self) -> int:
         """Output channels of a fold: their lines are a multiple of 8, and enough for all threads if these fit.
-
-        Shared memory is decided in this order, each by those before it: ``lines`` of the tile, ``fold_outs``,
-        ``column_bytes``, ``held``, ``ring_sizes``.
 
         In the example a fold may have 1, 3 or 9 of the 9 channels of a line block. At least 2 are wanted, for 32 lines.
         Two folds of 9 would take 152,064 bytes, two of 3 take 50,688, of 72 KB that they may: so 3.
@@ -197,22 +191,29 @@ class Tile(PositionRows):
         return 2 * self._fold_bytes(self.fold_outs)
 
     @property
-    def vector(self) -> int:
-        """Outputs that are stored together."""
-        return stored_together(self.problem, self.itemsize)
-
-    @property
-    def parts(self) -> int:
-        """Parts of each row of a cell, a thread for each. Only for dilation 1 can threads find the taps of a part."""
-        return self.problem.stride[1] // self.vector if self.problem.dilation[1] == 1 else 1
-
-    @property
     def possible(self) -> bool:
         """Whether both rings of shared memory have two buffers at least, and windows are parts of an image."""
         slots, stages = self.ring_sizes
         # A single window that is not the whole image is no tile: WINDOWED would be 0, which stands for whole images.
         return slots >= 2 and stages >= 2 and (self.window == self.problem.in_pixels or self.windows.per_image > 1)
 
+    # How threads share a fold
+    @property
+    def fold_groups(self) -> int:
+        """Groups of threads, a power of two, each of which gathers all cells of its share of a fold's channels.
+
+        In the example 128 threads gather all cells, so two groups would fit; but 3 channels cannot be halved: one.
+        """
+        most = CONSUMERS // self._position_parts  # 256 // 128; 0 if there are more parts than threads
+        greatest = power_of_two_within(most, most)  # the greatest power of two up to most, or 1
+        return math.gcd(self.fold_outs, greatest)
+
+    @property
+    def fold_turns(self) -> int:
+        """How many cells, or parts of cells, a thread gathers of a fold, at most: 1 of the 128 in the example."""
+        return max(self.compiled[1], -(-self.cells * self.parts * self.fold_groups // CONSUMERS))
+
+    # Cost
     @property
     def cycles(self) -> float:
         """Roughly the cycles that a call takes, its launches among them."""
