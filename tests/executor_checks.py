@@ -445,6 +445,7 @@ def exchange(major=1, minor=3, whole=True):
 
 
 EXCHANGE, _data = exchange()
+OUTPUTS, SCRATCH = (((2,), (1,), "a"),), ((7,), (1,), "c")
 
 
 def call(
@@ -465,73 +466,68 @@ def a_call_allocates_and_runs():
 
     pointers = tuple((8 * i, i, 0) for i in range(6))
     one = program(launch(bytes(48), pointers), product(indices=(0, 1, 5)))
-    outputs, scratch = (((2,), (1,), "a"), ((3,), (1,), "b")), ((7,), (1,), "c")
-    run = call(one, outputs, bytes((2, 1, 2)), scratch, blas_of=lambda: 9, allocate=allocate)
+    outputs = *OUTPUTS, ((3,), (1,), "b")
+    run = call(one, outputs, bytes((2, 1, 2)), SCRATCH, blas_of=lambda: 9, allocate=allocate)
     DRIVER.set_context(1043)
     said()
     results = run(Array(32), None, Array(64))
     assert [type(results), *(array.address for array in results)] == [tuple, 1024, 2048]
-    assert asked == [((2,), (1,), "a"), ((3,), (1,), "b"), ((7,), (1,), "c")]
+    assert asked == [*outputs, SCRATCH]
     of_run = said()
     assert one.run(205, 9, 1024, 2048, 64, 0, 64, 3072) == 0
     assert said() == of_run
     assert of_run
-    assert call(program((2, 1, 0, 8)), (((2,), (1,), "a"),))(Array(64)).address == 1024
+    assert call(program((2, 1, 0, 8)), OUTPUTS)(Array(64)).address == 1024
     assert call(program((2, 0, 0, 8)))(Array(64)) == ()
-    assert call(program((2, 0, 0, 8)), (((2,), (1,), "a"),), b"")().address == 1024
+    assert call(program((2, 0, 0, 8)), OUTPUTS, b"")().address == 1024
 
 
 @check
 def a_call_that_cannot_is_anothers():
     """Where another device or context is current, or an address is not aligned, before anything was enqueued."""
     one, left, right = program((2, 1, 0, 8), alignments=(1, 16)), Array(64), Array(72)
-    output = (((2,), (1,), "a"),)
     for device, context, array in ((5, 1043, right), (5, 1041, left), (5, 0, left), (4, 1043, left)):
         DRIVER.set_context(context)
         said()
-        run = call(one, output, device_of=lambda device=device: device, otherwise=lambda *of: ("another", *of))
+        run = call(one, OUTPUTS, device_of=lambda device=device: device, otherwise=lambda *of: ("another", *of))
         assert run(array, None) == ("another", array, None)
         assert said() == []
     DRIVER.set_context(1043)
-    assert call(one, output)(left).address == 1024
+    assert call(one, OUTPUTS)(left).address == 1024
 
 
 @check_in_context
 def calls_that_fail_raise():
-    one, output = program((2, 1, 0, 8)), (((2,), (1,), "a"),)
+    one, repeated = program((2, 1, 0, 8)), Repeated()
 
     def fail(*arguments):
         raise MemoryError("no more")
 
     for asked in ("allocate", "device_of", "blas_of"):
         with refused(MemoryError, "no more"):
-            call(one, output, **{asked: fail})(Array(64))
+            call(one, OUTPUTS, **{asked: fail})(Array(64))
     with refused(TypeError):
-        call(one, output, device_of=lambda: "5")(Array(64))
+        call(one, OUTPUTS, device_of=lambda: "5")(Array(64))
     with refused(TypeError, "4 tensors", "got 3"):
-        call(one, output, bytes((0, 3)))(*[Array(64)] * 3)
+        call(one, OUTPUTS, bytes((0, 3)))(*[Array(64)] * 3)
     for operands in (b"", bytes(31)):
         with refused(ValueError, "2 to 31", f"got {1 + len(operands)}"):
-            call(one, output, operands)
-    said()
-    for bad in (0, 1, 2):  # an operand, an output, scratch memory
-        places = [64, 1024, 2048]
-        places[bad] = None
-        made = iter(places[1:])
+            call(one, OUTPUTS, operands)
+    for bad in ("first", "output", "scratch"):
         with refused(RuntimeError, "a tensor could not be read"):
-            run = call(one, output, scratch=((7,), (1,), "c"), allocate=lambda *_, made=made: Array(next(made)))
-            run(Array(places[0]))
+            repeated(**{bad: None})
+        assert said() == []
     NO_STREAM.append(1)
     with refused(RuntimeError, "torch named no stream"):
-        call(one, output)(Array(64))
+        call(one, OUTPUTS)(Array(64))
     NO_STREAM.clear()
     assert said() == []
     with failing("cuMemsetD8Async"), refused(RuntimeError, "CUDA_ERROR_FAKE"):
-        call(one, output)(Array(64))
+        call(one, OUTPUTS)(Array(64))
     with refused(ValueError, "version 1.2 or later, and whole, got 2.3"):
         another, _kept = exchange(2)
-        MODULE.Call(one, another, 5, fail, output, b"\0", None, (fail, None), None)
-    wrong = (one, object(), output), (object(), EXCHANGE, output), (one, EXCHANGE, [])
+        MODULE.Call(one, another, 5, fail, OUTPUTS, b"\0", None, (fail, None), None)
+    wrong = (one, object(), OUTPUTS), (object(), EXCHANGE, OUTPUTS), (one, EXCHANGE, [])
     for (of, capsule, outputs), kind in zip(wrong, ((TypeError, ValueError), TypeError, TypeError), strict=True):
         with refused(kind):
             MODULE.Call(of, capsule, 5, fail, outputs, b"\0", None, (fail, None), None)
@@ -546,7 +542,6 @@ REPEATED = (
     (2, 0, 0, 0),
     launch(bytes(8), ((0, 3, 0),), overlaps=1),
 )
-OUTPUTS, SCRATCH = (((2,), (1,), "a"),), ((7,), (1,), "c")
 
 
 class Repeated:
@@ -600,11 +595,11 @@ def calls_with_the_same_addresses_are_replayed():
 def captures_and_parts_of_the_device_have_no_graphs():
     one = Repeated()
     plain = one()
-    for set_to in ((DRIVER.set_capturing, 1), (DRIVER.set_capturing, 2), (DRIVER.set_stream_context, 1044)):
-        set_to[0](set_to[1])
+    for set_to, value in ((DRIVER.set_capturing, 1), (DRIVER.set_capturing, 2), (DRIVER.set_stream_context, 1044)):
+        set_to(value)
         for i in range(20):
             assert one(64 * (1 + i % 2)) == (plain if i % 2 == 0 else one(128))
-        set_to[0](0)
+        set_to(0)
     assert not is_replay(one(), plain)  # the second of its kind
     assert is_replay(one(), plain)
     DRIVER.set_capturing(1)

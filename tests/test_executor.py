@@ -34,11 +34,10 @@ from gemmconv.ops import call_cache
 from gemmconv.runtime import cublas, executor, launch, tensor_map
 from tests import executor_checks, reference, samples
 from tests.cases import Case
-from tests.processes import in_threads
+from tests.processes import ROOT, in_threads
 from tests.samples import Sample, arguments_of, assert_same_bits, channels_last, expected, problem_of, sample
 from tests.test_kernels import PASSES, RUNS, usual
 
-ROOT = Path(__file__).resolve().parent.parent
 GPU = torch.device("cuda", 0)  # what is configured for on the CPU
 ONE_OF_EACH = {run.operation: run for run in reversed(usual(RUNS)) if run.operation in PASSES}
 COMPILER = shutil.which("gcc") or shutil.which("cc")
@@ -114,10 +113,9 @@ def programs(monkeypatch):
         return launched(function, grid, block, c.sharedMemBytes, c.hStream, argument, f" {int(name)}={value}")
 
     def encoded(kind, rank, address, sizes, strides, box, steps, *how):
-        box, steps, how = list(map(int, box)), list(map(int, steps)), list(map(int, how))
-        pairs = [(*box[:2],), (*box[2:],), (*steps[:2],), (*steps[2:],), (*how[:2],), (*how[2:],)]
-        words = [address, int(kind), rank, *map(int, sizes), *map(int, strides), *(a << 16 | b for a, b in pairs)]
-        return 0, SimpleNamespace(opaque=words)
+        halves = [*map(int, (*box, *steps, *how))]
+        words = (a << 16 | b for a, b in zip(halves[::2], halves[1::2], strict=True))
+        return 0, SimpleNamespace(opaque=[address, int(kind), rank, *map(int, (*sizes, *strides)), *words])
 
     def multiplied(*values):
         scalar = ctypes.c_double if values[-2] == 70 else ctypes.c_float
