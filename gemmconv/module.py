@@ -110,10 +110,9 @@ class Layer(nn.Module):
                 output_padding.
 
         Raises:
-            ValueError: an output_size that would need an output_padding of the stride or more.
+            ValueError: an output_size that would need an output_padding below 0, or of the stride or more.
         """
-        # Under torch.compile no cache is looked in. Other tracers (make_fx, torch.export) need no such case: for their
-        # tensors find_call returns (None, None).
+        # Other tracers (make_fx, torch.export) need no such case: for their tensors find_call returns (None, None).
         compiling = torch.compiler.is_dynamo_compiling()
         # find_call finds nothing inside a mode (torch.overrides.TorchFunctionMode). ``gemmconv.patched()``, in which
         # torch.nn.functional's functions are ours, is such a mode, but has no effect on our layers. If it is the only
@@ -179,7 +178,7 @@ class ConvTranspose2d(Layer, nn.ConvTranspose2d):
         groups, bias, dilation, padding_mode, device, dtype: as torch.nn.ConvTranspose2d.
         algorithm: ``"auto"``, ``"direct"``, ``"fused"``, ``"gemm_col2im"`` or ``"native"``.
         precision: for float32 on CUDA, ``"ieee"`` or ``"tf32"``; None follows torch's setting for convolutions.
-        workspace_limit: bytes of temporary memory of a call; None for 64 MiB.
+        workspace_limit: bytes of temporary memory of a call, beside transposed tensors; None for 64 MiB.
 
     Raises:
         TypeError, RuntimeError: an argument of the wrong type or size; torch notices some of these in the first call.

@@ -82,56 +82,26 @@ def test_gradients_through_one_cast_are_those_of_torch(images, weight, bias, dev
         torch.testing.assert_close(actual, expected, rtol=3e-2, atol=3e-2 * expected.abs().max().item())
 
 
-def nothing(device, again):
-    pass
-
-
-def clearing(device, again):
-    torch.clear_autocast_cache()
-
-
-def region(device, again):
-    with torch.autocast(device, torch.bfloat16):
+def within(context, again):
+    with context:
         again()
 
 
-def region_without_autocast(device, again):
-    with torch.autocast(device, enabled=False):
-        again()
+BETWEEN = {
+    "nothing": lambda device, again: None,
+    "clearing": lambda device, again: torch.clear_autocast_cache(),
+    "region": lambda device, again: within(torch.autocast(device, torch.bfloat16), again),
+    "region_without_autocast": lambda device, again: within(torch.autocast(device, enabled=False), again),
+    "region_without_cache": lambda device, again: within(
+        torch.autocast(device, torch.bfloat16, cache_enabled=False), again
+    ),
+    "region_of_another_thread": lambda device, again: in_threads(lambda: BETWEEN["region"](device, again)),
+    "call_without_gradients": lambda device, again: within(torch.no_grad(), again),
+    "call_in_inference_mode": lambda device, again: within(torch.inference_mode(), again),
+}
 
 
-def region_without_cache(device, again):
-    with torch.autocast(device, torch.bfloat16, cache_enabled=False):
-        again()
-
-
-def region_of_another_thread(device, again):
-    in_threads(lambda: region(device, again))
-
-
-def call_without_gradients(device, again):
-    with torch.no_grad():
-        again()
-
-
-def call_in_inference_mode(device, again):
-    with torch.inference_mode():
-        again()
-
-
-BETWEEN = [
-    nothing,
-    clearing,
-    region,
-    region_without_autocast,
-    region_without_cache,
-    region_of_another_thread,
-    call_without_gradients,
-    call_in_inference_mode,
-]
-
-
-@pytest.mark.parametrize("between", BETWEEN)
+@pytest.mark.parametrize("between", BETWEEN.values(), ids=BETWEEN)
 @pytest.mark.parametrize("cache", [True, False])
 def test_a_leaf_is_cast_as_often_as_by_torch(between, cache, images, weight, device):
     """Two calls, before and after something else, in two regions."""
@@ -148,14 +118,13 @@ def test_a_leaf_is_cast_as_often_as_by_torch(between, cache, images, weight, dev
     assert count(ours) == count(theirs)
 
 
-@pytest.mark.parametrize("kind", ["constant", "view", "result"])
-def test_other_tensors_are_cast_at_every_call(kind, images, weight, device):
-    make = {
-        "constant": weight.detach,
-        "view": lambda: weight.detach()[:].requires_grad_(),
-        "result": lambda: weight * 1,
-    }
-    tensor = make[kind]()
+@pytest.mark.parametrize(
+    "make",
+    [torch.Tensor.detach, lambda weight: weight.detach()[:].requires_grad_(), lambda weight: weight * 1],
+    ids=["constant", "view", "result"],
+)
+def test_other_tensors_are_cast_at_every_call(make, images, weight, device):
+    tensor = make(weight)
     with Casts(tensor) as casts, torch.autocast(device, torch.bfloat16):
         ours(images, tensor)
         ours(images, tensor)

@@ -51,7 +51,7 @@ def outcome(network, images):
     return [output.detach(), images.grad, *gradients]
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def _fresh_compiler():
     """One that neither starts processes nor asks a C++ compiler for vectors, either of which takes long.
 
@@ -64,7 +64,6 @@ def _fresh_compiler():
     torch.compiler.reset()
 
 
-@pytest.mark.usefixtures("_fresh_compiler")
 @pytest.mark.parametrize(
     ("backend", "dynamic", "layout"),
     [
@@ -86,7 +85,6 @@ def test_compiled_network_matches_eager(backend, dynamic, layout, device):
             assert actual.stride() == wanted.stride()
 
 
-@pytest.mark.usefixtures("_fresh_compiler")
 def test_compiled_network_with_dynamic_sizes_compiles_once(device):
     network = small_network(device)
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
@@ -107,6 +105,7 @@ def test_export_keeps_the_operator(device):
 # What inductor makes of the operators.
 
 LAYER = {"stride": 2, "padding": 1, "algorithm": "gemm_col2im"}
+OPTIONS = [2, 2], [1, 1], [0, 0], 1, [1, 1], "gemm_col2im", None, None  # the same, as operators take it
 SHAPES = {"input": (2, 6, 4, 5), "weight": (6, 4, 4, 3), "bias": (4,), "grad_output": (2, 4, 8, 9)}
 
 ROUNDED = {"rtol": 1e-3, "atol": 1e-3}  # of torch's convolutions, in TF32 on a GPU
@@ -126,7 +125,6 @@ def step(function, data, wanted):
     return [output, *torch.autograd.grad(output, given, data["grad_output"])] if wanted else [output]
 
 
-@pytest.mark.usefixtures("_fresh_compiler")
 @pytest.mark.parametrize(
     ("wanted", "name"),
     [((), ""), (("input",), "_input_grad"), (("weight",), "_weight_grad"), (("input", "weight"), "_grads")],
@@ -137,8 +135,7 @@ def test_generated_code_calls_past_the_dispatcher(wanted, name, device):
     results, code = run_and_get_code(step, torch.compile(lambda *given: function(*given), fullgraph=True), data, wanted)
     for which in {"", name}:
         assert sum(one.count(SERVED.format(which)) for one in code) == 1
-    for actual, right in zip(results, step(function, data, wanted), strict=True):
-        torch.testing.assert_close(actual, right, rtol=0, atol=0)
+    torch.testing.assert_close(results, step(function, data, wanted), rtol=0, atol=0)
 
 
 def between_convolutions(device):
@@ -146,7 +143,6 @@ def between_convolutions(device):
     return torch.nn.Sequential(torch.nn.Conv2d(3, 6, 3), layer, torch.nn.Conv2d(4, 2, 3)).to(device)
 
 
-@pytest.mark.usefixtures("_fresh_compiler")
 @compiles_cpp
 def test_images_come_in_the_format_of_torchs_convolutions(device, monkeypatch):
     """Where inductor brings those to channels_last, no copy turns the images round for the layer between them."""
@@ -168,7 +164,6 @@ def test_images_come_in_the_format_of_torchs_convolutions(device, monkeypatch):
     assert actual.is_contiguous()
 
 
-@pytest.mark.usefixtures("_fresh_compiler")
 @pytest.mark.parametrize("recorded", [False, True])
 @pytest.mark.parametrize("cast", [False, True])
 @pytest.mark.parametrize("biased", [False, True])
@@ -188,7 +183,6 @@ def test_what_is_cast_for_a_call_alone_is_cast_by_it(biased, cast, recorded, dev
     assert (bias == "None") is (not biased or (cast and recorded))
 
 
-@pytest.mark.usefixtures("_fresh_compiler")
 @compiles_cpp
 def test_a_computed_bias_is_left_to_the_call_where_nothing_adds_it_in_passing(device):
     data = leaves(device)
@@ -197,7 +191,6 @@ def test_a_computed_bias_is_left_to_the_call_where_nothing_adds_it_in_passing(de
     assert code.partition(SERVED.format(""))[2].split(", ")[2].startswith("buf")
 
 
-@pytest.mark.usefixtures("_fresh_compiler")
 @pytest.mark.parametrize("reordered", [True, False])
 @compiles_cpp
 def test_a_weight_that_changes_between_its_cast_and_the_call(reordered, device):
@@ -215,7 +208,6 @@ def test_a_weight_that_changes_between_its_cast_and_the_call(reordered, device):
     torch.testing.assert_close(actual, expected, **HALF)
 
 
-@pytest.mark.usefixtures("_fresh_compiler")
 @compiles_cpp
 def test_what_a_call_that_casts_launches_is_compiled_ahead(device, monkeypatch):
     """With its casts, which its tensors have not: they are those of the call after them."""
@@ -237,7 +229,7 @@ def test_launches_of_a_call_that_casts_have_the_cast(monkeypatch):
         WithoutData.of(SHAPES[name], torch.empty(SHAPES[name]).stride(), torch.float16, torch.device("cuda", 0))
         for name in ("input", "weight", "bias")
     ]
-    call = low, None, ([2, 2], [1, 1], [0, 0], 1, [1, 1], "gemm_col2im", None, None)
+    call = low, None, OPTIONS
     with_casts = ahead.launches_of("forward", *call, Convention(parameter_dtype=torch.float32))
     assert [step.source for step in with_casts if step.source == "layout/cast.cu"]
     assert not [step for step in ahead.launches_of("forward", *call) if step.source == "layout/cast.cu"]
@@ -250,21 +242,19 @@ def test_a_call_that_casts_is_one_of_what_was_cast(transposed, recorded, device)
     input, weight, bias = data["input"].half(), data["weight"], data["bias"]
     if transposed:  # strides of neither format
         weight = weight.transpose(2, 3).contiguous().transpose(2, 3).detach().requires_grad_(recorded)
-    options = [2, 2], [1, 1], [0, 0], 1, [1, 1], "gemm_col2im", None, None
-    expected = OPERATORS["conv_transpose2d"](input, weight.half(), bias.half(), *options)
+    expected = OPERATORS["conv_transpose2d"](input, weight.half(), bias.half(), *OPTIONS)
     casting = OPERATORS["conv_transpose2d_casting"]
     for call in (casting, casting.served, casting.served):
-        output = call(input, weight, bias, *options)
+        output = call(input, weight, bias, *OPTIONS)
         torch.testing.assert_close(output, expected, rtol=0, atol=0)
         assert output.requires_grad is recorded
     if recorded:
         output.sum().backward()
         assert weight.grad.dtype == bias.grad.dtype == torch.float32
     with pytest.raises(RuntimeError, match="weight must have the dtype of input"):
-        OPERATORS["conv_transpose2d"].served(input, weight, bias, *options)
+        OPERATORS["conv_transpose2d"].served(input, weight, bias, *OPTIONS)
 
 
-@pytest.mark.usefixtures("_fresh_compiler")
 @compiles_cpp
 def test_gradients_of_weights_in_channels_last_are_not_copied(device):
     network = between_convolutions(device).to(memory_format=torch.channels_last)
@@ -275,7 +265,6 @@ def test_gradients_of_weights_in_channels_last_are_not_copied(device):
     assert "fused_copy" not in "".join(codes)
 
 
-@pytest.mark.usefixtures("_fresh_compiler")
 @compiles_cpp
 def test_sizes_change_between_training_steps_where_formats_do(device):
     """Inductor compiles anew, as for torch's convolutions, and has no format wrong that it saves for the gradients."""
@@ -285,11 +274,9 @@ def test_sizes_change_between_training_steps_where_formats_do(device):
         compiled_network = torch.compile(copy.deepcopy(network), dynamic=True)
         for size in [(2, 3, 6, 5), (2, 3, 6, 4), (3, 3, 9, 9)]:
             images = torch.randn(size, device=device)
-            for actual, right in zip(outcome(compiled_network, images), outcome(network, images), strict=True):
-                torch.testing.assert_close(actual, right, **ROUNDED)
+            torch.testing.assert_close(outcome(compiled_network, images), outcome(network, images), **ROUNDED)
 
 
-@pytest.mark.usefixtures("_fresh_compiler")
 @compiles_cpp
 def test_a_batch_that_data_decide_is_compiled(device):
     network, kept = between_convolutions(device)[:2], torch.tensor([True, False, True], device=device)
@@ -303,7 +290,6 @@ def test_a_batch_that_data_decide_is_compiled(device):
     torch.testing.assert_close(actual, function(images, kept), **ROUNDED)
 
 
-@pytest.mark.usefixtures("_fresh_compiler")
 def test_what_was_generated_runs_where_nothing_is_served(device, monkeypatch):
     """As another process may have generated it, with another gemmconv."""
     data = leaves(device)
@@ -314,7 +300,6 @@ def test_what_was_generated_runs_where_nothing_is_served(device, monkeypatch):
     torch.testing.assert_close(function(*tensors), expected, rtol=0, atol=0)
 
 
-@pytest.mark.usefixtures("_fresh_compiler")
 @pytest.mark.parametrize("dynamic", [False, True])
 @compiles_cpp
 def test_what_calls_launch_is_compiled_ahead(dynamic, device, monkeypatch):
@@ -347,7 +332,6 @@ def test_what_calls_launch_is_compiled_ahead(dynamic, device, monkeypatch):
     assert ahead == ([] if dynamic else called)
 
 
-@pytest.mark.usefixtures("_fresh_compiler")
 def test_arguments_by_name_are_lowered(device):
     data = leaves(device)
 
@@ -359,7 +343,6 @@ def test_arguments_by_name_are_lowered(device):
     assert SERVED.format("") in code
 
 
-@pytest.mark.usefixtures("_fresh_compiler")
 @compiles_cpp
 def test_inductor_does_without_the_lowering(device, monkeypatch):
     """As where torch has nothing of what it takes."""
@@ -375,25 +358,19 @@ def test_inductor_does_without_the_lowering(device, monkeypatch):
 
 @pytest.mark.parametrize("profiled", [False, True])
 def test_what_is_served_has_gradients_where_they_are_recorded(profiled, device):
-    wanted = ("input", "weight", "grad_output")
-    data = leaves(device, wanted)
-    tensors, options = [data[one] for one in wanted], ([2, 2], [1, 1], [0, 0], 1, [1, 1], "gemm_col2im", None, None)
+    data = leaves(device, ("input", "weight", "grad_output"))
+    tensors = input, weight, grad_output = data["input"], data["weight"], data["grad_output"]
 
     def compute(of):
-        input, weight, grad_output = tensors
-        found = (
-            of("conv_transpose2d")(input, weight, None, *options),
-            *of("conv_transpose2d_grads")(grad_output, input, weight, *options),
-        )
-        alone = (
-            of("conv_transpose2d_input_grad")(grad_output, weight, SHAPES["input"][2:], *options),
-            of("conv_transpose2d_weight_grad")(grad_output, input, SHAPES["weight"][2:], *options),
-        )
-        results = [*found, *alone]
+        results = [
+            of("conv_transpose2d")(input, weight, None, *OPTIONS),
+            *of("conv_transpose2d_grads")(grad_output, input, weight, *OPTIONS),
+            of("conv_transpose2d_input_grad")(grad_output, weight, SHAPES["input"][2:], *OPTIONS),
+            of("conv_transpose2d_weight_grad")(grad_output, input, SHAPES["weight"][2:], *OPTIONS),
+        ]
         return [*results, *torch.autograd.grad(sum(one.square().sum() for one in results), tensors)]
 
     expected = compute(OPERATORS.__getitem__)
     with torch.profiler.profile() if profiled else torch.enable_grad():
         actual = compute(lambda name: OPERATORS[name].served)
-    for one, right in zip(actual, expected, strict=True):
-        torch.testing.assert_close(one, right, rtol=0, atol=0)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)

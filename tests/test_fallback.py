@@ -39,11 +39,11 @@ def nothing_said(monkeypatch):
 @pytest.fixture
 def gpu_at_hand(monkeypatch):
     """torch finds a Hopper GPU whose driver and NVRTC are whole; `gpu_at_hand.compiler = ...` changes their answers."""
-    machine = SimpleNamespace(compiler=(13, 0), architectures=frozenset({80, 90, 100}), driver=(13, 0))
+    machine = SimpleNamespace(spec=REFERENCE, compiler=(13, 0), architectures=frozenset({80, 90, 100}), driver=(13, 0))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(base, "spec_of", lambda device: REFERENCE)
-    monkeypatch.setattr(selection, "spec_of", lambda device: REFERENCE)
+    for module in (base, selection):
+        monkeypatch.setattr(module, "spec_of", lambda device: machine.spec)
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(available, "importlib", SimpleNamespace(import_module=lambda name: None))
@@ -160,10 +160,8 @@ def test_missing_imports_the_runtime_in_spite_of_a_filter_that_makes_errors_of_w
     assert missing_software(GPU) is None
 
 
-def test_missing_says_nothing_of_gpus_that_no_kernel_is_for(gpu_at_hand, monkeypatch):
-    older = replace(REFERENCE, capability=(7, 5))
-    monkeypatch.setattr(base, "spec_of", lambda device: older)
-    gpu_at_hand.driver = (11, 0)
+def test_missing_says_nothing_of_gpus_that_no_kernel_is_for(gpu_at_hand):
+    gpu_at_hand.spec, gpu_at_hand.driver = replace(REFERENCE, capability=(7, 5)), (11, 0)
     assert missing_software(GPU) is None
     assert "8.0 or more, got 7.5" in why_no_kernels(GPU)
 
@@ -197,11 +195,8 @@ def test_versions_are_read_from_the_libraries(monkeypatch):
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)], ids=str)
-def test_explain_says_what_is_missing(capability, dtype, gpu_at_hand, monkeypatch):
-    spec = replace(REFERENCE, capability=capability)
-    monkeypatch.setattr(base, "spec_of", lambda device: spec)
-    monkeypatch.setattr(selection, "spec_of", lambda device: spec)
-    gpu_at_hand.driver = (12, 4)
+def test_explain_says_what_is_missing(capability, dtype, gpu_at_hand):
+    gpu_at_hand.spec, gpu_at_hand.driver = replace(REFERENCE, capability=capability), (12, 4)
     for direction in ("forward", "input_grad", "weight_grad"):
         found = gemmconv.explain(PROBLEM, device="cuda", dtype=dtype, direction=direction)
         assert found.algorithm == "native"
@@ -220,7 +215,7 @@ def test_a_named_algorithm_raises_what_is_missing(name, gpu_at_hand):
     assert str(caught.value) == f'explain: {name}: {missing_software(GPU)}; or use algorithm="auto"'
 
 
-def test_auto_refuses_a_precision_that_torch_would_not_keep(gpu_at_hand, monkeypatch):
+def test_auto_refuses_a_precision_that_torch_would_not_keep(gpu_at_hand):
     """In a backward pass too."""
     gpu_at_hand.driver = (12, 4)
     for capability in ((8, 0), (9, 0)):
@@ -230,12 +225,11 @@ def test_auto_refuses_a_precision_that_torch_would_not_keep(gpu_at_hand, monkeyp
             pairs.choose_pair(config, config, "auto", "test")
 
 
-def test_fold_takes_torchs_operators_where_kernels_are_missing(gpu_at_hand):
+@pytest.mark.parametrize("prepare", [fold.prepare_col2im, fold.prepare_im2col])
+def test_fold_takes_torchs_operators_where_kernels_are_missing(prepare, gpu_at_hand):
     gpu_at_hand.driver = (12, 4)
-    for prepare in (fold.prepare_col2im, fold.prepare_im2col):
-        with pytest.warns(RuntimeWarning, match="update the driver"):
-            assert prepare(PROBLEM, torch.float32, GPU).__name__ == "<lambda>"
-        fallback._warned.clear()
+    with pytest.warns(RuntimeWarning, match="update the driver"):
+        assert prepare(PROBLEM, torch.float32, GPU).__name__ == "<lambda>"
 
 
 # Calls; on the CPU, for a layer of few output channels, which there does not go to torch at once
@@ -413,15 +407,10 @@ def test_a_kernel_that_the_driver_refuses_is_an_error_with_the_way_out(monkeypat
     monkeypatch.setattr(launch, "ObjectCode", Refusing)
     with pytest.raises(KernelError) as caught:
         launch.load("direct/forward.cu", {"REFUSED": 1}, 0)
-    assert str(caught.value) == (
-        "the driver must load what NVRTC compiles for sm_90a, got CUDA_ERROR_NO_BINARY_FOR_GPU: This indicates "
-        "something; "
-        "update the driver, or take the other extra of gemmconv"
-    )
-    assert caught.value.cause == (  # the same for all kernels, so that it is said once
-        "the driver must load what NVRTC compiles for sm_90a, and does not; "
-        "update the driver, or take the other extra of gemmconv"
-    )
+    rule = "the driver must load what NVRTC compiles for sm_90a"
+    way_out = "update the driver, or take the other extra of gemmconv"
+    assert str(caught.value) == f"{rule}, got CUDA_ERROR_NO_BINARY_FOR_GPU: This indicates something; {way_out}"
+    assert caught.value.cause == f"{rule}, and does not; {way_out}"  # the same for all kernels, so that it is said once
     assert not isinstance(caught.value, CompileError)
 
 

@@ -25,10 +25,8 @@ pytestmark = pytest.mark.skipif(
 )
 
 NCHW, LAST = FORMATS = torch.contiguous_format, torch.channels_last
-FP32, TF32, FP16, BF16 = (
-    *((torch.float32, "ieee"), (torch.float32, "tf32")),
-    *((torch.float16, "ieee"), (torch.bfloat16, "ieee")),
-)
+FP32, TF32 = (torch.float32, "ieee"), (torch.float32, "tf32")
+FP16, BF16 = (torch.float16, "ieee"), (torch.bfloat16, "ieee")
 DENSE = Problem(128, 512, 256, 1, (4, 4), (4, 4), stride=(2, 2), padding=(1, 1))  # DCGAN 2
 GROUPED = Problem(16, 32, 64, 4, (64, 64), (3, 3), stride=(2, 2))
 KERNELBENCH_75 = Problem(16, 32, 64, 4, (128, 256), (3, 5), (2, 3), (1, 2), dilation=(2, 1))
@@ -38,6 +36,7 @@ UPSAMPLING = Problem(4, 1024, 512, 1, (32, 32), (2, 2), stride=(2, 2))  # U-Net 
 FSRCNN = Problem(1, 56, 1, 1, (512, 512), (9, 9), (3, 3), (4, 4), (2, 2))  # 73 us and 80, on an H200 and an H100
 TINY = Problem(4, 4, 4, 1, (32, 32), (4, 4), (2, 2), (1, 1))  # 7.0 and 6.3
 MASK_RCNN = Problem(256, 256, 256, 1, (14, 14), (2, 2), stride=(2, 2))
+FEW_OUTPUTS = Problem(128, 64, 3, 1, (32, 32), (4, 4), stride=(2, 2), padding=(1, 1))
 
 
 def config_of(problem, dtype, precision, torch_precision=None, memory_format=NCHW, bias=False):
@@ -109,7 +108,7 @@ def gradients_taken(problem, dtype, precision, requested="auto", memory_format=L
 
 def share_a_turning(problem, dtype, precision, requested="auto", memory_format=LAST):
     config = config_of(problem, dtype, precision, memory_format=memory_format)
-    return gradients_taken(problem, dtype, precision, requested, memory_format).shares_transpose(config, config)
+    return choose_pair(config, config, requested, "test").shares_transpose(config, config)
 
 
 def test_gradients_share_the_turning_of_grad_output_where_both_turn_it():
@@ -134,8 +133,7 @@ def test_gradients_of_nchw_are_computed_in_channels_last_where_that_gains_more_t
     for requested in ("fused", "gemm_col2im", "native"):
         assert not choose_pair(nchw, nchw, requested, "test").via_channels_last
     for precision in ("ieee", "tf32"):
-        found = gradients_taken(upsampling, torch.float32, precision, memory_format=NCHW)
-        assert not found.via_channels_last
+        assert not gradients_taken(upsampling, torch.float32, precision, memory_format=NCHW).via_channels_last
     assert not gradients_taken(DENSE, *FP16, memory_format=NCHW).via_channels_last
     explained = [gemmconv.explain(upsampling, device="cuda", dtype=torch.float16, memory_format=one) for one in FORMATS]
     assert [one.gradients_turned for one in explained] == [True, False]
@@ -157,30 +155,25 @@ def test_direct_computes_both_gradients_at_once_where_that_is_faster(requested, 
         found = gradients_taken(problem, dtype, precision, requested, memory_format)
         assert (found.input_grad.name, found.weight_grad.name) == ("direct", "direct")
         assert found.at_once is at_once
-    empty = replace(KERNELBENCH_75, batch=0)
-    assert not gradients_taken(empty, *FP16, "direct", memory_format).at_once
+    assert not gradients_taken(replace(KERNELBENCH_75, batch=0), *FP16, "direct", memory_format).at_once
     assert not gradients_taken(DENSE, *FP16, requested, memory_format).at_once
 
 
 def test_gemm_col2im_writes_columns_once_for_both_gradients():
-    few_outputs = Problem(128, 64, 3, 1, (32, 32), (4, 4), stride=(2, 2), padding=(1, 1))
     algorithm = GemmCol2im()
     for memory_format in FORMATS:
-        config = config_of(few_outputs, *FP16, memory_format=memory_format)
+        config = config_of(FEW_OUTPUTS, *FP16, memory_format=memory_format)
         one_by_one = algorithm.estimate(config, "input_grad") + algorithm.estimate(config, "weight_grad")
         assert 0.5 * one_by_one < algorithm.grads_estimate(config, config) < one_by_one
-        found = gradients_taken(few_outputs, *FP16, "gemm_col2im", memory_format)
-        assert found.at_once
-    larger = replace(few_outputs, input_size=(64, 64))
-    found = gradients_taken(larger, *FP16, memory_format=NCHW)
+        assert gradients_taken(FEW_OUTPUTS, *FP16, "gemm_col2im", memory_format).at_once
+    found = gradients_taken(replace(FEW_OUTPUTS, input_size=(64, 64)), *FP16, memory_format=NCHW)
     assert (found.input_grad.name, found.weight_grad.name, found.at_once) == ("gemm_col2im", "gemm_col2im", True)
     assert not gradients_taken(DENSE, *FP16).at_once
 
 
 def test_grad_output_is_in_nchw_where_the_formats_of_both_gradients_differ():
     """A weight or an input in channels_last alone makes the gradient that reads it channels_last."""
-    few_outputs = Problem(128, 64, 3, 1, (32, 32), (4, 4), stride=(2, 2), padding=(1, 1))
-    nchw, last = (config_of(few_outputs, *FP16, memory_format=one) for one in FORMATS)
+    nchw, last = (config_of(FEW_OUTPUTS, *FP16, memory_format=one) for one in FORMATS)
     plain, both_last, first_last, second_last = (
         GemmCol2im().seconds(replace(config, weight_format=weight_format), "grads")
         for config, weight_format in ((nchw, NCHW), (last, LAST), (last, NCHW), (nchw, LAST))
@@ -207,8 +200,7 @@ def test_auto_takes_the_gradients_that_are_the_fastest_together(fused_seconds, t
     seconds = {"input_grad": input_seconds, "weight_grad": {"fused": 60e-6 + saved}}
     for algorithm in ALGORITHMS:
         monkeypatch.setattr(
-            *(type(algorithm), "estimate"),
-            lambda self, config, direction: seconds[direction].get(self.name, math.inf),
+            type(algorithm), "estimate", lambda self, config, direction: seconds[direction].get(self.name, math.inf)
         )
     monkeypatch.setattr(pairs, "_fastest_pair", pairs._fastest_pair.__wrapped__)  # keeps nothing of these estimates
     found = gradients_taken(problem, *FP32)
@@ -305,7 +297,7 @@ def test_a_bias_makes_native_dearer_and_no_other():
 def test_auto_takes_what_saves_the_host_more_than_it_costs_the_device():
     """One backward pass is one launch of a graph if no product of cuBLAS and no operator of torch is part of it."""
     tiny = Problem(1, 64, 64, 1, (16, 16), (4, 4), stride=(2, 2), padding=(1, 1))
-    few_outputs = Problem(128, 64, 3, 1, (64, 64), (4, 4), stride=(2, 2), padding=(1, 1))
+    few_outputs = replace(FEW_OUTPUTS, input_size=(64, 64))
     for layer, kind, name in ((tiny, TF32, "fused"), (few_outputs, FP16, "gemm_col2im")):
         for memory_format in FORMATS:
             gradients = gradients_taken(layer, *kind, memory_format=memory_format)
@@ -368,41 +360,35 @@ def test_auto_takes_native_on_gpus_older_than_the_kernels(monkeypatch):
         choose(config_of(DENSE, *FP32), "direct", "test")
 
 
-def test_deterministic_leaves_what_another_thread_has_set_meanwhile():
+def test_deterministic_leaves_what_another_thread_has_set_meanwhile(monkeypatch):
     cudnn = torch.backends.cudnn
-    settings = cudnn.deterministic, cudnn.benchmark
-    try:
-        cudnn.deterministic, cudnn.benchmark = True, False
-        with _Deterministic():
-            cudnn.deterministic, cudnn.benchmark = False, True
-        assert (cudnn.deterministic, cudnn.benchmark) == (False, True)
-    finally:
-        cudnn.deterministic, cudnn.benchmark = settings
+    monkeypatch.setattr(cudnn, "deterministic", True)
+    monkeypatch.setattr(cudnn, "benchmark", False)
+    with _Deterministic():
+        cudnn.deterministic, cudnn.benchmark = False, True
+    assert (cudnn.deterministic, cudnn.benchmark) == (False, True)
 
 
 @pytest.mark.parametrize("before", [False, True])
-def test_deterministic_puts_the_setting_back_after_the_last_thread(before):
-    setting, deterministic = torch.backends.cudnn.deterministic, _Deterministic()
-    inside, leave = threading.Event(), threading.Event()
+def test_deterministic_puts_the_setting_back_after_the_last_thread(before, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", before)
+    deterministic, inside, leave = _Deterministic(), threading.Event(), threading.Event()
 
     def other():
         with deterministic:
             inside.set()
             leave.wait(10)
 
+    thread = threading.Thread(target=other)
     try:
-        torch.backends.cudnn.deterministic = before
-        thread = threading.Thread(target=other)
         with deterministic:
             thread.start()
             assert inside.wait(10)
         assert torch.backends.cudnn.deterministic  # the other thread is still inside
-        leave.set()
-        thread.join(10)
-        assert torch.backends.cudnn.deterministic is before
     finally:
         leave.set()
-        torch.backends.cudnn.deterministic = setting
+    thread.join(10)
+    assert torch.backends.cudnn.deterministic is before
 
 
 @pytest.mark.parametrize(

@@ -35,9 +35,9 @@ def theirs(input, weight, bias=None):
     return torch.nn.functional.conv_transpose2d(input, weight, bias, **OPTIONS)
 
 
-def tensors(device, copies=None):
-    """Return input, weight and bias in float64; `copies` adds a leading dimension of different values."""
-    data = sample(CASE, torch.float64, device)
+def tensors(device, copies=None, dtype=torch.float64):
+    """Return input, weight and bias; `copies` adds a leading dimension of different values."""
+    data = sample(CASE, dtype, device)
     found = (data.input, data.weight, data.bias)
     if copies is None:
         return found
@@ -48,11 +48,6 @@ def small(device):
     """Return a part of the input, whose second derivatives are few, and the weight."""
     input, weight, _ = tensors(device)
     return input[:2, :, :2, :2], weight
-
-
-def assert_all_equal(actual, wanted):
-    for one, other in zip(actual, wanted, strict=True):
-        torch.testing.assert_close(one, other)
 
 
 # torch.func
@@ -151,18 +146,15 @@ def test_an_algorithm_by_name_under_transforms_matches_torch(transformed, device
         TRANSFORMED["jvp_of_jvp"](chosen, *small(device))
 
 
-FOLDED = {
-    "jvp_of_jvp": lambda f, x: jvp(lambda x: jvp(lambda x: f(x.sin()), (x,), (x,))[1], (x,), (x,))[1],
-    "jvp_of_vmap": lambda f, x: jvp(vmap(lambda x: f(x.sin())), (x,), (x,))[1],
-}
-
-
-@pytest.mark.parametrize("transformed", FOLDED.values(), ids=FOLDED)
-def test_folds_under_forward_mode_match_torch(transformed, device):
+@pytest.mark.parametrize("inner", [lambda f: lambda x: jvp(f, (x,), (x,))[1], vmap], ids=["jvp_of_jvp", "jvp_of_vmap"])
+def test_folds_under_forward_mode_match_torch(inner, device):
     images = torch.randn(2, 3, 5, 6, dtype=torch.float64, device=device)
-    actual = transformed(lambda x: gemmconv.col2im(gemmconv.im2col(x, 3), (5, 6), 3), images)
-    unfold, fold = torch.nn.functional.unfold, torch.nn.functional.fold
-    torch.testing.assert_close(actual, transformed(lambda x: fold(unfold(x, 3), (5, 6), 3), images))
+
+    def transformed(unfold, fold):
+        return jvp(inner(lambda x: fold(unfold(x.sin(), 3), (5, 6), 3)), (images,), (images,))[1]
+
+    wanted = transformed(torch.nn.functional.unfold, torch.nn.functional.fold)
+    torch.testing.assert_close(transformed(gemmconv.im2col, gemmconv.col2im), wanted)
 
 
 # Forward-mode differentiation: the right tangent or an error, never a tangent that is lost.
@@ -211,7 +203,7 @@ def test_conv_transpose2d_saves_its_tensors_through_the_hooks(device):
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor.to(device)):
         output = ours(*given)
     assert sorted(packed) == sorted([given[0].shape, given[1].shape])
-    assert_all_equal(
+    torch.testing.assert_close(
         torch.autograd.grad(output.sin().sum(), given), torch.autograd.grad(theirs(*given).sin().sum(), given)
     )
 
@@ -221,7 +213,9 @@ def test_conv_transpose2d_in_a_checkpoint_has_the_same_gradients(use_reentrant, 
     given = [tensor.requires_grad_() for tensor in tensors(device)]
     output = checkpoint(ours, *given, use_reentrant=use_reentrant)
     output.sin().sum().backward()
-    assert_all_equal([tensor.grad for tensor in given], torch.autograd.grad(theirs(*given).sin().sum(), given))
+    torch.testing.assert_close(
+        [tensor.grad for tensor in given], torch.autograd.grad(theirs(*given).sin().sum(), given)
+    )
 
 
 def test_conv_transpose2d_notices_a_saved_tensor_that_changed(device):
@@ -330,18 +324,17 @@ def assert_same_as_torch(functions, kind, given, which, gradient=plain):
 @pytest.mark.parametrize("batched", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 def test_conv_transpose2d_of_subclasses_is_what_torch_gives(kind, batched, which, algorithm, device):
-    input, weight, bias = (tensor.float() for tensor in tensors(device))
+    input, weight, bias = tensors(device, dtype=torch.float32)
     given = input if batched else input[0], weight, bias
-    assert_same_as_torch([lambda *x: ours(*x, algorithm=algorithm), theirs], kind, given, which)
+    assert_same_as_torch([functools.partial(ours, algorithm=algorithm), theirs], kind, given, which)
 
 
 @pytest.mark.parametrize("algorithm", NAMED)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_gradient_of_a_subclass_is_what_torch_makes_of_it(kind, algorithm, device):
-    given = [tensor.float() for tensor in tensors(device)]
-    functions = [lambda *x: ours(*x, algorithm=algorithm), theirs]
+    functions = [functools.partial(ours, algorithm=algorithm), theirs]
     for which in (), (0,):
-        assert_same_as_torch(functions, kind, given, which, gradient=kind)
+        assert_same_as_torch(functions, kind, tensors(device, dtype=torch.float32), which, gradient=kind)
 
 
 @pytest.mark.parametrize("batched", [True, False])
@@ -430,7 +423,7 @@ def test_a_compiled_call_of_a_subclass_is_what_torch_gives(algorithm, device):
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
 @pytest.mark.parametrize("kind", KINDS)
 def test_operators_compute_on_subclasses_as_on_plain_tensors(kind, mode, device):
-    images, weight, _ = (tensor.float() for tensor in tensors(device))
+    images, weight, _ = tensors(device, dtype=torch.float32)
     operators = torch.ops.gemmconv
     with mode(), torch.autocast(device, torch.bfloat16, enabled=mode is torch.enable_grad):
         given = kind(images), weight.requires_grad_(mode is torch.enable_grad)
@@ -487,29 +480,26 @@ def test_a_compiled_call_takes_a_height_that_data_decide(device):
     torch.testing.assert_close(actual, of_chosen_rows(theirs)(chosen))
 
 
-@pytest.mark.parametrize("options", [{}, {"algorithm": "gemm_col2im"}], ids=["auto", "gemm_col2im"])
-def test_transforms_under_autocast_give_the_dtypes_that_torch_gives(options, device):
-    input, weight, bias = (tensor.float() for tensor in tensors(device))
+@pytest.mark.parametrize("algorithm", ["auto", "gemm_col2im"])
+def test_transforms_under_autocast_give_the_dtypes_that_torch_gives(algorithm, device):
+    input, weight, bias = tensors(device, dtype=torch.float32)
 
     def results(function):
-        call = lambda input, weight: function(input, weight, bias)  # noqa: E731
-        loss = lambda *both: call(*both).float().square().sum()  # noqa: E731
+        call = functools.partial(function, bias=bias)
         with torch.autocast(device, torch.bfloat16):
-            gradients = grad(loss, argnums=(0, 1))(input, weight)
+            gradients = grad(lambda *both: call(*both).float().square().sum(), argnums=(0, 1))(input, weight)
             return *gradients, *jvp(call, (input, weight), (input, weight))
 
-    wanted = results(theirs)
-    for actual, expected in zip(
-        results(lambda *both: gemmconv.conv_transpose2d(*both, **OPTIONS, **options)), wanted, strict=True
-    ):
+    chosen = functools.partial(ours, algorithm=algorithm)
+    for actual, expected in zip(results(chosen), results(theirs), strict=True):
         assert actual.dtype == expected.dtype
         torch.testing.assert_close(actual, expected, rtol=3e-2, atol=3e-2 * expected.abs().max().item())
 
 
 def test_vmap_of_a_named_algorithm_under_autocast_casts(device):
     """torch's own operator takes no part in autocast under vmap."""
-    input, weight, _ = (tensor.float() for tensor in tensors(device))
-    call = lambda one: gemmconv.conv_transpose2d(one, weight, **OPTIONS, algorithm="gemm_col2im")  # noqa: E731
+    input, weight, _ = tensors(device, dtype=torch.float32)
+    call = functools.partial(ours, weight=weight, algorithm="gemm_col2im")
     with torch.autocast(device, torch.bfloat16):
         assert torch.equal(vmap(call)(input[:, None]).squeeze(1), call(input))
         assert call(input).dtype == torch.bfloat16

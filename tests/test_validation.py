@@ -61,9 +61,8 @@ def check(mistake: Mistake, ours: Callable[..., Any], theirs: Callable[..., Any]
     assert mistake.value in message
     assert re.search(r"^[\w.]+: .* must .*, got .+", message, re.DOTALL), message
     if mistake.torch_raises and theirs is not None:
-        with pytest.raises(mistake.error) as torch_caught:
+        with pytest.raises(mistake.error):
             theirs(**arguments)
-        assert isinstance(torch_caught.value, mistake.error)
 
 
 def each(error: type[Exception], torch_raises: bool = True, **arguments: list[Any]) -> list[Mistake]:
@@ -76,15 +75,9 @@ def each(error: type[Exception], torch_raises: bool = True, **arguments: list[An
     ]
 
 
-def by_mistake(mistakes: list[Mistake]) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("mistake", mistakes, ids=lambda mistake: mistake.id)
-
-
 GOOD_CONVOLUTION = {"input": INPUT, "weight": WEIGHT, "bias": BIAS}
 # gemmconv's own options; torch has none of them.
-OPTION_MISTAKES = [
-    *each(ValueError, False, algorithm=["fastest", None], precision=["fp16"], workspace_limit=[-1, 2**63]),
-]
+OPTION_MISTAKES = each(ValueError, False, algorithm=["fastest", None], precision=["fp16"], workspace_limit=[-1, 2**63])
 INTEGERS = {name: tensor.long() for name, tensor in GOOD_CONVOLUTION.items()}
 BOOLEANS = {"input": INPUT.bool(), "weight": WEIGHT.bool(), "bias": None}
 CONVOLUTION_MISTAKES = [
@@ -132,7 +125,7 @@ CONVOLUTION_MISTAKES = [
 ]
 
 
-@by_mistake(CONVOLUTION_MISTAKES)
+@pytest.mark.parametrize("mistake", CONVOLUTION_MISTAKES, ids=lambda mistake: mistake.id)
 def test_conv_transpose2d_rejects_before_any_work(mistake):
     """No tensor is made or computed: no operator of torch's runs before the error."""
     calls = Operators()
@@ -292,7 +285,6 @@ def test_module_constructor_takes_what_torchs_takes(changes):
     assert all(type(size) is int for name in ("kernel_size", "stride", "padding") for size in getattr(ours, name))
 
 
-GOOD_FORWARD = {"input": INPUT}
 FORWARD_MISTAKES = [
     Mistake("input_dtype", {"input": INPUT.double()}, RuntimeError, "weight", "float32"),
     Mistake("input_array", {"input": INPUT.numpy()}, TypeError, "input", "ndarray"),
@@ -347,7 +339,7 @@ REJECTED = {  # a function of ours, torch's, good arguments, and mistakes, some 
     ),
     "module_forward": (
         *(kind(4, 6, 3, stride=2) for kind in (gemmconv.ConvTranspose2d, torch.nn.ConvTranspose2d)),
-        *(GOOD_FORWARD, FORWARD_MISTAKES),
+        *({"input": INPUT}, FORWARD_MISTAKES),
     ),
     "im2col": (gemmconv.im2col, torch.nn.functional.unfold, GOOD_UNFOLD, UNFOLD_MISTAKES),
     "col2im": (

@@ -70,7 +70,7 @@ constexpr int kStepW = tap_step(STRIDE_W, DILATION_W);
 constexpr int kTapsD = ceil_div(KERNEL_D, kStepD), kTapsH = ceil_div(KERNEL_H, kStepH);
 constexpr int kTapsW = ceil_div(KERNEL_W, kStepW);
 
-// Taps that are unrolled: those of a row, up to 32, and of as many rows as make about 32 loads.
+// Taps that are unrolled: all of a row (of more than 32, 16), and of as many rows as make about 32 loads.
 constexpr int kUnrollW = kTapsW <= 32 ? kTapsW : 16;
 constexpr int kUnrollRows = RECT_W * kTapsW < 32 ? 32 / (RECT_W * kTapsW) : 1;  // taps of depth and height together
 

@@ -55,9 +55,9 @@
  *   numeric          divided: a division by a reciprocal. each: a loop whose index is known to the compiler
  *
  * To change         edit
- *   bytes, sizes      the host file: FOLD_OUTS is fold_outs, LINES lines; static_asserts find where the two disagree
+ *   bytes, sizes      the host file: FOLD_OUTS is fold_outs, LINES lines; static_asserts and the tests find errors
  *   a thread's cells  part_of in epilogue/fold_smem.cuh, which this file and gather call
- *   a lane's sums     nothing: wgmma says which it has, and multiply's PAIRED which positions they are of
+ *   a lane's sums     (fixed: wgmma says which it has, and multiply's PAIRED which positions they are of)
  *   the writes        write_columns: their order and the pitch of columns, as long as every element is written once
  *   when they happen  fold_line_block: a buffer is written again only after a barrier behind its last gather
  *

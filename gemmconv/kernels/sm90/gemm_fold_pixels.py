@@ -32,7 +32,8 @@ It is for 16-bit types and TF32, NCHW and one group. ``tiles_of`` gives tiles wh
 - images have at most 256 inputs, two position blocks, whose sums registers hold; or image and kernel have a single row
   (a signal), which is cut into windows, and a cell reads at most 32 inputs beside its own, which windows repeat;
 - inputs of an image are a multiple of four, as pieces are; there are at most 16 cells for each input;
-- in 16 bits, rows of weights begin at multiples of 16 bytes: the copy engine asks for that.
+- in 16 bits, rows of weights begin at multiples of 16 bytes: the copy engine asks for that;
+- two folds, two slots and two stages fit shared memory, and 32-bit integers hold all counts.
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ from gemmconv.kernels.sm90.pixels_on_m import BLOCK_POSITIONS, CHUNK_BYTES, CONS
 _COST = costs_of("sm90/gemm_fold_pixels")  # gemmconv/costs/h200.json: unit, meaning, and what they were fitted to
 _MOST_POSITIONS = 2 * BLOCK_POSITIONS  # positions of an item
 _MOST_SUMS = 256  # lines of a line block times position blocks of an item; a thread keeps half that many sums
-# Cells for each input. Much padding of the output makes cells that lie beside all inputs; with more than 16 for each
-# input, nearly all cells do, and columns are mostly of positions that read nothing.
+# Cells for each input, at most. Where output padding is large, or the kernel is much larger than the image, most cells
+# lie beside all inputs; such layers are left to other kernels.
 _MOST_CELLS = 16
 _FOLD_LINES = 32  # lines of a fold, about; fewer where two such folds do not fit shared memory
 _COLUMN_BYTES = 40 << 10  # bytes of shared memory that two folds may always take; folds of the least size may take more
