@@ -38,7 +38,7 @@ def nothing_said(monkeypatch):
 
 @pytest.fixture
 def gpu_at_hand(monkeypatch):
-    """torch finds a Hopper GPU whose driver and NVRTC are whole; `gpu_at_hand.compiler = ...` changes their answers."""
+    """torch finds a Hopper GPU whose driver and NVRTC are whole; `gpu_at_hand.compiler = ...` changes an answer."""
     machine = SimpleNamespace(spec=REFERENCE, compiler=(13, 0), architectures=frozenset({80, 90, 100}), driver=(13, 0))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
