@@ -111,7 +111,8 @@ def conv_transpose2d(
     #   5b. "auto" or "native" with torch's own precision, under     torch's operator, which has rules for these (our
     #       a transform such as vmap or with a wrapper subclass      operator would be a loop under vmap)
     #   6. any other call                                            our operator, by torch's dispatcher
-    # On Hopper with all software, 3 never holds for "auto", whose torch's operator is deterministic there: 4 has it.
+    # 3 never holds for "auto" on Hopper (if no software is missing): torch's operator is then limited to deterministic
+    # kernels, which is not torch's setting, so 4 takes the call.
     # If you add a case: several conditions may hold for a call. 2 has to come before 3, whose estimates know no complex
     # numbers; 3 before 4, which would prepare a call of torch's operator; and all before 6, which takes any call.
     # `pytest tests/test_{dispatch,transforms,arrays,autocast,onnx}.py` takes each of these ways on a CPU, in 20 s.

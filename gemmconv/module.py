@@ -112,7 +112,7 @@ class Layer(nn.Module):
         Raises:
             ValueError: an output_size that would need an output_padding below 0, or of the stride or more.
         """
-        # Other tracers (make_fx, torch.export) need no such case: for their tensors find_call returns (None, None).
+        # is_compiling() takes longer, and is not needed: for torch.export's tensors find_call returns (None, None).
         compiling = torch.compiler.is_dynamo_compiling()
         # find_call finds nothing inside a mode (torch.overrides.TorchFunctionMode). ``gemmconv.patched()``, in which
         # torch.nn.functional's functions are ours, is such a mode, but has no effect on our layers. If it is the only

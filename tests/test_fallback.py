@@ -32,7 +32,7 @@ LOG = '6: NVRTC_ERROR_COMPILATION:\n\ndirect/forward.cu(33): error: identifier "
 
 @pytest.fixture(autouse=True)
 def nothing_said(monkeypatch):
-    """No plan and no warning is another test's."""
+    """No warning is another test's."""
     monkeypatch.setattr(fallback, "_warned", set())
 
 

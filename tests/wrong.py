@@ -40,7 +40,7 @@ def broken(result):
 
 
 def take_alone(monkeypatch, fake):
-    """Let an algorithm be the only one there is, with no plans of others, and on the CPU too."""
+    """Let an algorithm be the only one there is, on the CPU too."""
     monkeypatch.setattr("gemmconv.ops.is_left_to_torch", lambda *_: False)
     for place in ("algorithms", "selection"):
         monkeypatch.setattr(f"gemmconv.{place}.ALGORITHMS", (fake,))

@@ -163,8 +163,8 @@ __device__ __forceinline__ void fold_line_block(
         if (out < p.out_channels)
             gather<FOLD_TURNS, kGroupThreads, kGroupOuts, WHOLE_OUTS>(
                 image, p.output, p.out_channels,
-                columns + group * (kGroupOuts * kTaps * FOLD_PITCH),  // of the group's first channel, as is the next
-                biases + fold * FOLD_OUTS,
+                columns + group * (kGroupOuts * kTaps * FOLD_PITCH),  // from the group's first channel on
+                biases + fold * FOLD_OUTS,                            // likewise
                 out, member, cells, kept_cell);
     }
     if constexpr (kFolds % 2 == 1) named_barrier_sync<1, kConsumers>();
