@@ -31,7 +31,7 @@ from tests.cases import (
     TILED_CASES,
     Case,
 )
-from tests.samples import channels_last, expected, offset, offset_channels_last, problem_of, sample
+from tests.samples import arguments_of, channels_last, expected, offset, offset_channels_last, problem_of, sample
 from tests.test_direct_forward_mma import wide_problems
 from tests.test_implicit_gemm import random_plan
 
@@ -57,7 +57,6 @@ from gemmconv.runtime import launch
 pytestmark = emulator.needs_compiler
 
 CPU = torch.device("cpu")
-EXAMPLES = settings.default.max_examples
 FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 ARRANGEMENTS = {
     "contiguous": (torch.Tensor.contiguous, offset),
@@ -199,12 +198,8 @@ class Run:
     tf32: bool = False
 
     def __str__(self):
-        words = [
-            self.operation,
-            self.case.id,
-            "tf32" if self.tf32 else str(self.dtype).removeprefix("torch."),
-            self.layout,
-        ]
+        dtype = "tf32" if self.tf32 else str(self.dtype).removeprefix("torch.")
+        words = [self.operation, self.case.id, dtype, self.layout]
         words += [] if self.multiprocessors is None else [f"{self.multiprocessors}mp"]
         return "-".join([*words, self.choice] if isinstance(self.choice, str) else words)
 
@@ -277,12 +272,8 @@ class Run:
 
     def check(self, call):
         """Compare with the reference what the prepared call computes."""
-        if self.operation == "im2col":
-            check_im2col(call, self)
-        elif self.operation == "col2im":
-            check_col2im(call, self)
-        else:
-            check_direct(call, self)
+        check = {"im2col": check_im2col, "col2im": check_col2im}.get(self.operation, check_direct)
+        check(call, self)
 
 
 # Runs that are left to ``make test-slow``.
@@ -324,18 +315,14 @@ def runs_of(operation, *layouts, more=()):
     return runs
 
 
-def declined(case, dtype):
-    """Whether direct/forward_mma declines pixels of half words in channels_last."""
-    return dtype.itemsize == 2 and case.in_channels // case.groups % 2 == 1
-
-
 # Each case as float32, and as one type of 16 bits in one format and as the other in the other, but where
-# that is declined.
+# direct/forward_mma declines pixels of half words in channels_last.
 MMA_RUNS = [
-    Run("forward_mma", case, dtype, "contiguous" if declined(case, dtype) else layout)
+    Run("forward_mma", case, dtype, "contiguous" if half_words else layout)
     for i, case in enumerate((*CASES, *TILED_CASES))
     for layout, half in zip(FORMATS, (torch.float16, torch.bfloat16)[:: (-1) ** i], strict=True)
     for dtype in (half, torch.float32)
+    for half_words in [dtype.itemsize == 2 and case.in_channels // case.groups % 2 == 1]
 ]
 some_are_slow(MMA_RUNS, 4)
 # Few blocks: each goes over many tiles and images, and loads one tile while it computes the one before it.
@@ -554,17 +541,20 @@ FOLD_RUNS += [
 ]
 
 
-def runs_in_two_types(operation, cases, stays):
-    """Each case in its own tile in one type and in another tile in the other, many with few blocks.
+def tiles_in_two_types(i):
+    """The tiles that a case, by its number, has in a type of 16 bits and in TF32: its own or another."""
+    return (None, 5 * i + 7)[i // 2 % 2], (5 * i + 3, None)[i % 2]
+
+
+def runs_in_two_types(operation, cases, stays, choices=tiles_in_two_types, layout="contiguous"):
+    """Each case in a type of 16 bits and in TF32, in its own tile or in another one, many with few blocks.
 
     `stays` is of tiles whose runs are not left to ``make test-slow``, for they alone take some path.
     """
     runs = [
-        run_in(kind, operation, case, i + j, choice)
+        run_in(kind, operation, case, i + j, choice, layout)
         for i, case in enumerate(cases)
-        for j, (kind, choice) in enumerate(
-            ((HALVES[i % 2], (None, 5 * i + 7)[i // 2 % 2]), ("tf32", (5 * i + 3, None)[i % 2]))
-        )
+        for j, (kind, choice) in enumerate(zip((HALVES[i % 2], "tf32"), choices(i), strict=True))
     ]
     runs = [run for run in runs if run.tile is not None]
     some_are_slow(runs, 2, lambda run: stays(run.tile))
@@ -619,25 +609,13 @@ SHUFFLE_ALONE = run_of("gemm_depth_to_space", SHUFFLE_CASES[4], lambda tile: not
 SHUFFLE_RUNS += [SHUFFLE, SHUFFLE_TF32, SHUFFLE_ALONE]
 
 
-# Each case in its own tile in one type and in another tile in the other, many with few blocks.
-CELL_ROW_RUNS = [
-    run_in(kind, "implicit_gemm_nhwc", case, i + j, choice, "channels_last")
-    for i, case in enumerate(CELL_ROW_CASES)
-    for j, (kind, choice) in enumerate(
-        ((HALVES[i % 2], 5 * i + 2 if i % 3 else None), ("tf32", None if i % 3 else 3 * i + 1))
-    )
-]
-CELL_ROW_RUNS = [run for run in CELL_ROW_RUNS if run.tile is not None]
-some_are_slow(
-    CELL_ROW_RUNS,
-    2,
-    lambda run: run.case == CELL_ROW_CASES[7] or (run.tile.group == 0 and run.tile.segments > 1),
+CELL_ROW_RUNS = runs_in_two_types(
+    *("implicit_gemm_nhwc", CELL_ROW_CASES),
+    lambda tile: tile.problem == problem_of(CELL_ROW_CASES[7]) or (tile.group == 0 and tile.segments > 1),
+    lambda i: (5 * i + 2, None) if i % 3 else (None, 3 * i + 1),
+    "channels_last",
 )
-
-
 cell_row_run_of = functools.partial(run_of, "implicit_gemm_nhwc", layout="channels_last")
-
-
 # Many items of several chunks: rows from anywhere, in either type; lines one after the other; strips of eight cells.
 CELL_ROWS = cell_row_run_of(CELL_ROW_CASES[0], lambda tile: tile.group == 0 and tile.lines == 64)
 CELL_ROWS_TF32 = cell_row_run_of(CELL_ROW_CASES[1], lambda tile: tile.kept and tile.lines == 96, "tf32")
@@ -788,18 +766,14 @@ PAIRED_CASES = [
         (Case(1, 4, 1064, (4, 5), (1, 3), (3, 1), (1, 1)), torch.float32, 16, 1),  # more than a block stores at once
     ],
 )
-def test_direct_blocks_share_rows_of_bias_in_channels_last(
-    case, dtype, channels_out, planes, builder, poison, monkeypatch
-):
-    run = Run("forward", case, dtype, "channels_last")
+def test_direct_blocks_share_rows_of_bias_in_channels_last(case, dtype, channels_out, planes, builder, poison):
     layer = direct_forward._Layer(problem_of(case), dtype, True, REFERENCE)
-    fitting = (tile for tile in map(layer.fitting, layer.shapes(False)) if tile is not None)
+    fitting = filter(None, map(layer.fitting, layer.shapes(False)))
     tiles = [tile for tile in fitting if (tile.channels_out, tile.planes) == (channels_out, planes)]
-    tile = min(tiles, key=layer.cycles)
-    monkeypatch.setattr(direct_forward, "tile_of", lambda *_: tile)
+    run = Run("forward", case, dtype, "channels_last", choice=min(tiles, key=layer.cycles))
+    poison("cpu")
     with emulator.install(builder):
-        poison("cpu")
-        run.check(run.kernel.prepare(run.config, "forward", tile))
+        run.check(run.prepare())
 
 
 @pytest.mark.parametrize(
@@ -826,12 +800,12 @@ def test_depthwise_threads_have_two_cells_in_channels_last_while_their_sums_are_
 def test_depthwise_blocks_take_tile_after_tile(channels, builder, poison):
     case = Case(2, channels, channels, (270, 11), (4, 4), (2, 2), (1, 1), groups=channels)
     run = Run("forward", case, torch.float16, "channels_last", multiprocessors=1)
-    tile = direct_forward.tile_of(problem_of(case), torch.float16, True, run.launched.spec)
+    tile = run.kernel.tile(run.launched, "forward")
     assert tile.depthwise
     assert 1 < tile.turns < tile.turns * tile.rows < 270 < 2 * tile.turns * tile.rows
+    poison("cpu")
     with emulator.install(builder):
-        poison("cpu")
-        run.check(run.kernel.prepare(run.launched, "forward", tile))
+        run.check(replace(run, choice=tile).prepare())
 
 
 # Two of three forward runs are repeated as input gradients, where a tile serves these. An input gradient has its
@@ -850,11 +824,9 @@ FUSED_RUNS += [
 ]
 FUSED_RUNS += [
     Run("fused_input_grad", case, dtype, "channels_last", i, choice="lines_of_planes")
-    for i, (dtype, case) in enumerate(
-        [
-            (torch.float16, Case(3, 20, 72, (6, 7), (4, 3), (2, 3), (1, 0))),
-            (torch.bfloat16, Case(2, 70, 128, (5, 9), (2, 2), (2, 2), groups=2)),
-        ]
+    for i, dtype, case in (
+        (0, torch.float16, Case(3, 20, 72, (6, 7), (4, 3), (2, 3), (1, 0))),
+        (1, torch.bfloat16, Case(2, 70, 128, (5, 9), (2, 2), (2, 2), groups=2)),
     )
 ]
 # Units, columns and sets of phases that those before do not have.
@@ -921,10 +893,7 @@ def test_what_is_not_finite_stays_so_where_float32_is_rounded(run, bits, calls):
         assert not for_weight[own_group, 1].isfinite().any()
         assert not for_input[-1, own_group, 1:4, 2:5].isfinite().any()
         return
-    case = run.case
-    wanted = torch.nn.functional.conv_transpose2d(
-        input, data.weight, None, case.stride, case.padding, case.output_padding, case.groups, case.dilation
-    )
+    wanted = torch.nn.functional.conv_transpose2d(input, data.weight, **run.case.parameters)
     assert not wanted.isfinite().all()
     output = calls[run](input, data.weight, None)
     assert not output[~wanted.isfinite()].isfinite().any()
@@ -944,18 +913,18 @@ TINY_BAR = 5e-5  # of values that TF32 has few bits for; see csrc/include/ptx/mm
 @pytest.mark.parametrize("run", SPLIT_RUNS, ids=str)
 def test_float32_at_the_ends_of_its_range(run, exponent, of_second, calls):
     """Elements of 1e-37 and less, which lose bits, and some of the largest float32, which do not."""
-    data = sample(run.case, torch.float32, "cpu")
-    operands = {
-        "forward": (data.input, data.weight),
-        "input_grad": (data.grad_output, data.weight),
-        "weight_grad": (data.grad_output, data.input),
+    case = run.case
+    first, second, *no_bias = arguments_of(run.direction, replace(sample(case, torch.float32, "cpu"), bias=None))
+    exactly = {
+        "forward": functools.partial(reference.forward, **case.parameters),
+        "input_grad": functools.partial(reference.input_grad, input_size=case.input_size, **case.grad_parameters),
+        "weight_grad": functools.partial(reference.weight_grad, kernel_size=case.kernel_size, **case.grad_parameters),
     }[run.direction]
-    options = (None,) if run.direction == "forward" else ()
 
     def scaled(*exponents):
         return [
             value.mul(2.0**one).clamp(-LARGEST, LARGEST).contiguous(memory_format=FORMATS[run.layout])
-            for value, one in zip(operands, exponents, strict=True)
+            for value, one in zip((first, second), exponents, strict=True)
         ]
 
     exponents = (exponent, -20 if exponent > 0 else 0)
@@ -963,23 +932,11 @@ def test_float32_at_the_ends_of_its_range(run, exponent, of_second, calls):
     usual, ends = scaled(0, 0), scaled(*exponents)
     assert exponent < 0 or max(value.abs().max() for value in ends) == LARGEST
     errors = []
-    for first, second in (usual, ends):
-        result = calls[run](first, second, *options).double()
-        arrays = [reference.to_array(value) for value in (first, second)]
-        case = run.case
-        if run.direction == "input_grad":
-            exact = reference.input_grad(*arrays, case.input_size, **case.grad_parameters)
-        elif run.direction == "weight_grad":
-            exact = reference.weight_grad(*arrays, case.kernel_size, **case.grad_parameters)
-        else:
-            exact = reference.forward(*arrays, None, **case.parameters)
-        errors.append(reference.relative_error(result, exact))
+    for operands in (usual, ends):
+        exact = exactly(*map(reference.to_array, operands))
+        errors.append(reference.relative_error(calls[run](*operands, *no_bias), exact))
     assert errors[0] <= 1e-6
     assert errors[1] <= (1.25 * errors[0] if exponent > 0 else TINY_BAR), errors
-
-
-def computes_both(run):
-    return direct_weight_grad.weight_grad_tile(problem_of(run.case), run.dtype.itemsize, True).computes_both
 
 
 DEPTHWISE_CASES = [
@@ -995,7 +952,7 @@ GRADS_RUNS = [
     for layout in FORMATS
     for case in (*CASES, *DEPTHWISE_CASES)
     for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-    if computes_both(run := Run("grads", case, dtype, layout))
+    if (run := Run("grads", case, dtype, layout)).tile.computes_both
     if dtype == torch.float32 or case in DEPTHWISE_CASES
 ]
 some_are_slow(GRADS_RUNS, 2)
@@ -1014,12 +971,11 @@ GRADS_RUNS += [
 def test_runs_of_both_gradients_take_every_path():
     found = set()
     for run in usual(GRADS_RUNS):
-        problem, slices = problem_of(run.case), 2 if run.multiprocessors is None else run.multiprocessors + 1
-        tile = direct_weight_grad.weight_grad_tile(problem, run.dtype.itemsize, True)
+        tile, slices = run.tile, 2 if run.multiprocessors is None else run.multiprocessors + 1
         macros = direct_weight_grad.weight_grad_macros(tile, run.dtype, True)
         found.add(("several tiles", math.prod(tile.tiles) > slices))
         found |= {(name, macros[name] > 1) for name in ("ROWS", "CI_THREADS", "CI_CHANNELS", "CO_CHANNELS", "VECTOR")}
-        found |= {("PREFETCH", bool(macros["PREFETCH"])), ("whole", problem.input_size[0] % tile.rows == 0)}
+        found |= {("PREFETCH", bool(macros["PREFETCH"])), ("whole", run.case.input_size[0] % tile.rows == 0)}
     assert len(found) == 2 * len({name for name, _ in found})
 
 
@@ -1192,7 +1148,7 @@ def mma_runs(draw, operation, times):
 
 # The bar of TF32 is one of averages, which few images have few values for.
 @pytest.mark.parametrize(("operation", "times"), [("forward_mma", 1), ("grads_mma", 4)])
-@settings(max_examples=EXAMPLES // 12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=settings.default.max_examples // 12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_direct_kernels_on_tensor_cores_match_reference_with_any_tile(operation, times, data, builder, poison):
     run = data.draw(mma_runs(operation, times))
@@ -1208,7 +1164,7 @@ TELLING = 53, 56
 @pytest.mark.parametrize(
     "seed", [pytest.param(i, marks=() if i < 12 or i in TELLING else pytest.mark.slow) for i in range(200)]
 )
-def test_fused_kernels_match_reference_with_any_plan(seed, builder, poison):
+def test_fused_kernels_match_reference_with_any_plan(seed, builder, poison, monkeypatch):
     """Any plan of a small problem, with few blocks."""
     plan = random_plan(30_000, seed)
     dtypes = (torch.float16, torch.bfloat16) if plan.itemsize == 2 else (torch.float32,)
@@ -1221,10 +1177,10 @@ def test_fused_kernels_match_reference_with_any_plan(seed, builder, poison):
         plan,
         plan.itemsize == 4 and not plan.split,
     )
+    if seed % 2:  # as for tensors of 2**31 elements
+        monkeypatch.setattr("gemmconv.kernels.macros.INT32_MAX", 0)
     poison("cpu")
-    with emulator.install(builder), pytest.MonkeyPatch.context() as patch:
-        if seed % 2:  # as for tensors of 2**31 elements
-            patch.setattr("gemmconv.kernels.macros.INT32_MAX", 0)
+    with emulator.install(builder):
         run.check(run.prepare())
 
 
@@ -1281,7 +1237,8 @@ def margins():
     """Tensors that are made without values get memory before and after them, which must be as it was at the end."""
     made = []
 
-    def guarded(like, size, stride, dtype=None):
+    def guarded(like, size, stride=None, dtype=None):
+        size = (size,) if isinstance(size, int) else size
         count = math.prod(size)
         memory = torch.full((count + 2 * MARGIN,), UNTOUCHED, dtype=dtype or like.dtype)
         made.append((memory, count))
@@ -1289,7 +1246,7 @@ def margins():
         return own.view(size) if stride is None else own.as_strided(size, stride)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.Tensor, "new_empty", lambda like, size, dtype=None: guarded(like, shape(size), None, dtype))
+        patch.setattr(torch.Tensor, "new_empty", lambda like, size, dtype=None: guarded(like, size, dtype=dtype))
         patch.setattr(torch.Tensor, "new_empty_strided", guarded)
         yield
     assert made
@@ -1298,17 +1255,9 @@ def margins():
             assert (margin == UNTOUCHED).all(), "written outside of a tensor"
 
 
-def shape(size):
-    return (size,) if isinstance(size, int) else tuple(size)
-
-
+@margins()
 def check_direct(call, run):
     """Check results and their strides, also for tensors that are aligned to nothing; nothing else may be written."""
-    with margins():
-        check_results(call, run)
-
-
-def check_results(call, run):
     data, exact = sample(run.case, run.dtype, "cpu"), expected(run.case, run.dtype)
     # Either arrangement has a bias in some runs and none in others, and both in slow ones.
     biases = [(data.bias, exact.output), (None, exact.output_without_bias)][:: (-1) ** run.case.batch]
@@ -1353,9 +1302,15 @@ SHIFTED = next(run for run in MMA_RUNS if run.choice == "shifted_by_single_outpu
 GRADS_MMA = next(run for run in GRADS_MMA_RUNS if run.case.groups == 4)
 
 SHARED_ARRAY = r"(__shared__ __align__\(16\) accumulate_t (\w+)\[(\w+)\];)"
+BEGINNING = r"(__global__ [^{]*\{)"  # of a kernel
+BEHIND_BARRIERS = r"\1 shared[p.first_barrier + (p.slots + p.stages) * 16] = 0;"
+BEHIND_BIASES = r"\1 shared[p.first_bias + kBlocks * LINES * 4 + sizeof(barriers_t)] = 0;"
+BEHIND_ALL = r"\1 shared[SHARED_BYTES] = 0;"
+PAST_SHARED = "past the end of shared memory"
 NO_BARRIER = (r"__syncthreads\(\);", "")
 LATE = "relative error|arrivals in a phase|deadlock"
 OVERWRITTEN = f"{LATE}|too many bytes"
+NOT_COME = f"{LATE}|never waited for"
 UNREAD = "relative error|arrivals in a phase|never waited for"
 UNFINISHED = "relative error|never waited for|without wgmma_fence"
 # A stage that is begun, of a ring, and the same without waiting for it.
@@ -1387,13 +1342,14 @@ EDITS = {
         "misaligned_vector":
             (Run("forward", LAYER), r"(reinterpret_cast<weight_quad_t\*>\(shared \+ )", r"\g<1>4 + ",
              "a misaligned address in line .* of direct/forward.cu"),
+        "past_dynamic_shared": (Run("forward", LAYER), BEGINNING, BEHIND_ALL, PAST_SHARED),
     },
     "direct/input_grad.cu": {
         "input_grad_no_barrier": (Run("input_grad", LAYER), *NO_BARRIER),
         "barrier_not_reached":
             (Run("input_grad", LAYER), NO_BARRIER[0], "if (threadIdx.x % 2 == 0) __syncwarp();", "deadlock"),
         "past_static_shared":
-            (Run("input_grad", LAYER), SHARED_ARRAY, r"\1 (&\2[0])[\3] = 0;", "past the end of shared memory"),
+            (Run("input_grad", LAYER), SHARED_ARRAY, r"\1 (&\2[0])[\3] = 0;", PAST_SHARED),
     },
     "direct/weight_grad.cu": {
         "weight_grad_no_barrier": (Run("weight_grad", LAYER), *NO_BARRIER),
@@ -1437,12 +1393,12 @@ EDITS = {
             (SHIFTED, r"head < before && head \+ rest >= before", "head + rest > before"),
         "mma_no_barrier_before_a_shifted_line":
             (SHIFTED, r"(target \+= 8 \* out_pixels\) \{\s*)__syncwarp\(\);", r"\1"),
-        "mma_no_barrier_behind_a_shifted_line":
-            (SHIFTED, r"(= piece;\s*\}\s*)__syncwarp\(\);", r"\1"),
+        "mma_no_barrier_behind_a_shifted_line": (SHIFTED, r"(= piece;\s*\}\s*)__syncwarp\(\);", r"\1"),
         "mma_end_of_a_shifted_line": (SHIFTED, r"tail \+ rest < end", "tail + rest + VECTOR < end"),
         "mma_misaligned_copy":
             (MMA, r"patch \+ channel \* kPlane \+ pixel", "patch + channel * kPlane + pixel + 1",
              "a misaligned copy of 16 bytes"),
+        "mma_past_dynamic_shared": (MMA, BEGINNING, BEHIND_ALL, PAST_SHARED),
     },
     "pipeline/implicit_gemm.cuh": {
         "fused_bottom_tile_of_another_strip": (FUSED_STRIPS, r"down < p\.strip_tiles - 1", "down < p.strip_tiles"),
@@ -1475,6 +1431,7 @@ EDITS = {
         "fold_weights_read_too_early": (FOLD, r"(wait_for_copies\(\);\s*)named_barrier_sync<1, kOthers>\(\);", r"\1"),
         "fold_sums_read_too_early": (FOLD, r"wgmma_finish_rows\(sum\);", "", UNFINISHED),
         "fold_channels_not_cleared": (FOLD_PIECES, r"channel < kPadded; \+\+channel", "channel < 0; ++channel"),
+        "fold_past_dynamic_shared": (FOLD, BEGINNING, BEHIND_ALL, PAST_SHARED),
     },
     "epilogue/fold_smem.cuh": {
         "image_rows_border_column": (IMAGE_ROWS, r"0 <= column && column < image\.in_w", "column < image.in_w"),
@@ -1483,6 +1440,7 @@ EDITS = {
         "image_rows_columns_read_too_early":
             (IMAGE_ROWS, r"named_barrier_sync<1, kConsumers>\(\);(\s*const int out)", r"\1"),
         "image_rows_columns_of_one_pass": (IMAGE_ROWS, r"fold % 2 \* kFoldFloats", "0"),
+        "image_rows_past_dynamic_shared": (IMAGE_ROWS, BEGINNING, BEHIND_BARRIERS, PAST_SHARED),
     },
     "pipeline/pixels_on_m.cuh": {
         "image_rows_window_without_its_left": (IMAGE_ROW_WINDOWS, r" - p\.left :", " :"),
@@ -1491,21 +1449,22 @@ EDITS = {
         "shuffle_slots_overwritten": (SHUFFLE, r"barrier_wait\(barriers_of_slot[^;]*\.empty,[^;]*;", "", LATE),
         "shuffle_slots_freed_before_the_last_block": (SHUFFLE, r"if \(frees\) barrier", "barrier", LATE),
         "shuffle_words_overwritten": (SHUFFLE_TF32, r"wgmma_wait<1>\(\);", "wgmma_wait<2>();"),
-        "shuffle_weights_not_waited_for":
-            (SHUFFLE, r"barrier_wait\(barriers_of_stage[^;]*\.full,[^;]*;", "", f"{LATE}|never waited for"),
+        "shuffle_weights_not_waited_for": (SHUFFLE, r"barrier_wait\(barriers_of_stage[^;]*\.full,[^;]*;", "", NOT_COME),
         "shuffle_stages_overwritten":
             (SHUFFLE_TF32, r"barrier_wait\(barriers_of_stage[^;]*\.empty,[^;]*;", "", OVERWRITTEN),
         "shuffle_biases_read_too_early": (SHUFFLE_ALONE, r"__syncwarp\(\);(\s*\}\s*\};)", r"\1"),
         "shuffle_sums_read_too_early": (SHUFFLE, r"wgmma_finish_rows\(sums\[block\]\);", ";", UNFINISHED),
     },
+    "sm90/gemm_depth_to_space.cu": {
+        "shuffle_past_dynamic_shared": (SHUFFLE, BEGINNING, BEHIND_BARRIERS, PAST_SHARED),
+    },
     "sm90/implicit_gemm_nhwc.cu": {
-        "cell_rows_patch_not_waited_for":
-            (CELL_ROWS, r"barrier_wait\(barriers\.slots\.full[^;]*;", ";", f"{LATE}|never waited for"),
+        "cell_rows_patch_not_waited_for": (CELL_ROWS, r"barrier_wait\(barriers\.slots\.full[^;]*;", ";", NOT_COME),
         "cell_rows_patch_overwritten": (CELL_ROWS_TF32, BEGUN.format(r"barriers\.slots"), AT_ONCE, OVERWRITTEN),
         "cell_rows_patch_freed_while_products_read_it":
             (CELL_ROWS_IN_LINES, r"wgmma_wait<1>\(\);(\s*if \(kGroup == 0)", "\\1", OVERWRITTEN),
         "cell_rows_weights_not_waited_for":
-            (CELL_ROWS_IN_EIGHTS, r"barrier_wait\(barriers\.stages\.full[^;]*;", ";", f"{LATE}|never waited for"),
+            (CELL_ROWS_IN_EIGHTS, r"barrier_wait\(barriers\.stages\.full[^;]*;", ";", NOT_COME),
         "cell_rows_weights_overwritten": (CELL_ROWS, BEGUN.format(r"barriers\.stages"), AT_ONCE, OVERWRITTEN),
         "cell_rows_words_overwritten": (CELL_ROWS_TF32, r"wgmma_wait<1>\(\);", "wgmma_wait<2>();"),
         "cell_rows_sums_read_too_early": (CELL_ROWS_IN_EIGHTS, r"wgmma_finish_rows\(sums\[block\]\);", ";", UNFINISHED),
@@ -1516,6 +1475,7 @@ EDITS = {
              "if constexpr (!DEFERRED_STORES) \\1"),
         "cell_rows_weights_read_while_they_are_laid_out":
             (CELL_ROWS_TF32, r"if \(PACKED\) grid_dependency_wait\(\);", "", "did not wait for the launch before"),
+        "cell_rows_past_dynamic_shared": (CELL_ROWS, BEGINNING, BEHIND_BIASES, PAST_SHARED),
     },
     "sm90/gemm_fold_rows.cu": {
         "rows_weights_not_waited_for":
@@ -1542,8 +1502,7 @@ EDITS = {
         "rows_tf32_channels_in_another_order": (ROWS_TF32, r"t / 2 \* 4 \+ t % 2", "t"),
         "rows_tf32_carry_nothing": (ROWS_TF32, r"last = given;", "last = 0.0f;"),
         "rows_tf32_of_another_lane": (ROWS_TF32, r"lane / 4 \+ lanes < 8", "lane / 4 + lanes <= 8"),
-        "rows_tf32_lines_read_too_early":
-            (ROWS_TF32, r"__syncwarp\(\);(\s*#.*\s*for.*\s*pieces)", r"\1"),
+        "rows_tf32_lines_read_too_early": (ROWS_TF32, r"__syncwarp\(\);(\s*#.*\s*for.*\s*pieces)", r"\1"),
         "rows_tf32_nothing_kept": (ROWS_TF32, r"if \(t \* 2 \+ i < target\.early\(g\)\)", "if (false)"),
         "rows_tf32_kept_too_late": (ROWS_TF32, r"copy<VECTOR>\(own_kept \+ i, begin \+ kLine \+ i\)", ""),
         "rows_tf32_beyond_the_row": (ROWS_TF32, r"const bool within = [^;]*;", "const bool within = true;"),
@@ -1583,12 +1542,11 @@ EDITS = {
     },
     "sm90/wgrad_nchw.cu": {
         "weight_grad_stage_not_free": (GRADIENT, r"barrier_wait\(b\.empty[^;]*;", "", OVERWRITTEN),
-        "weight_grad_stage_not_waited_for": (GRADIENT, r"barrier_wait\(b\.full[^;]*;", "", f"{LATE}|never waited for"),
+        "weight_grad_stage_not_waited_for": (GRADIENT, r"barrier_wait\(b\.full[^;]*;", "", NOT_COME),
         "weight_grad_stage_released_too_early":
             (GRADIENT, r"held = ring\.stage;", "if (lane == 0) barrier_arrive(b.empty[ring.stage]);",
              f"{LATE}|overwritten"),
-        "weight_grad_rounded_before_it_came":
-            (GRADIENT_TF32, r"barrier_wait\(b\.came[^;]*;", "", f"{LATE}|never waited for"),
+        "weight_grad_rounded_before_it_came": (GRADIENT_TF32, r"barrier_wait\(b\.came[^;]*;", "", NOT_COME),
     },
     "splits/reduce.cu": {
         "weight_grad_slice_left_out":
@@ -1596,8 +1554,7 @@ EDITS = {
     },
     "sm90/wgrad_nhwc.cu": {
         "weight_grad_lines_stage_not_free": (LINES, BEGUN.format("b"), AT_ONCE, OVERWRITTEN),
-        "weight_grad_lines_stage_not_waited_for":
-            (LINES, r"barrier_wait\(b\.full[^;]*;", "", f"{LATE}|never waited for"),
+        "weight_grad_lines_stage_not_waited_for": (LINES, r"barrier_wait\(b\.full[^;]*;", "", NOT_COME),
         "weight_grad_lines_stage_released_too_early":
             (LINES, r"held = ring\.stage;", "if (lane == 0) barrier_arrive(b.empty[ring.stage]);",
              f"{LATE}|overwritten"),
@@ -1618,27 +1575,6 @@ MISTAKES = {
     name: (run, emulator.Edit(file, pattern, replacement), *(message or ["relative error"]))
     for file, edits in EDITS.items()
     for name, (run, pattern, replacement, *message) in edits.items()
-}
-BEHIND_BARRIERS = "p.first_barrier + (p.slots + p.stages) * 16"
-MISTAKES |= {
-    name: (
-        run,
-        emulator.Edit(
-            *(file, rf"({launch.kernel_name(file)}\([^)]*\) \{{)", rf"\1 shared[{(*end, 'SHARED_BYTES')[0]}] = 0;")
-        ),
-        "past the end of shared memory",
-    )
-    for name, run, file, *end in (
-        ("past_dynamic_shared", Run("forward", LAYER), "direct/forward.cu"),
-        ("mma_past_dynamic_shared", MMA, "direct/forward_mma.cu"),
-        ("fold_past_dynamic_shared", FOLD, "sm90/gemm_fold_narrow.cu"),
-        ("image_rows_past_dynamic_shared", IMAGE_ROWS, "sm90/gemm_fold_pixels.cu", BEHIND_BARRIERS),
-        ("shuffle_past_dynamic_shared", SHUFFLE, "sm90/gemm_depth_to_space.cu", BEHIND_BARRIERS),
-        (
-            *("cell_rows_past_dynamic_shared", CELL_ROWS, "sm90/implicit_gemm_nhwc.cu"),
-            "p.first_bias + kBlocks * LINES * 4 + sizeof(barriers_t)",
-        ),
-    )
 }
 
 
