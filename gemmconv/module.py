@@ -178,7 +178,7 @@ class ConvTranspose2d(Layer, nn.ConvTranspose2d):
         groups, bias, dilation, padding_mode, device, dtype: as torch.nn.ConvTranspose2d.
         algorithm: ``"auto"``, ``"direct"``, ``"fused"``, ``"gemm_col2im"`` or ``"native"``.
         precision: for float32 on CUDA, ``"ieee"`` or ``"tf32"``; None follows torch's setting for convolutions.
-        workspace_limit: bytes of temporary memory of a call, beside transposed tensors; None for 64 MiB.
+        workspace_limit: bytes that columns and partial sums may take; a call that needs more warns. None for 64 MiB.
 
     Raises:
         TypeError, RuntimeError: an argument of the wrong type or size; torch notices some of these in the first call.

@@ -206,7 +206,7 @@ def on_measured_gpu(config: Config) -> Config:
 def clearly_below(config: Config, seconds_of_torch: Seconds) -> float:
     """The seconds below which one of ours comes before torch's operator on a GPU that is not Hopper.
 
-    ``seconds_of_torch`` was measured on Hopper with deterministic kernels. On other GPUs torch may take others, in
+    ``seconds_of_torch`` are Hopper's, for deterministic kernels. On other GPUs torch may take others, in
     float32 up to twice as fast. So ours must take less than half of that time in float32 and float64, and less than
     0.65 of it in TF32 and 16 bits.
     """

@@ -92,7 +92,7 @@ def test_groups_of_eight_rows_are_lines_as_far_apart(tile):
 def test_rings_fit_shared_memory_and_sums_registers(tile):
     slots, stages = tile.ring_sizes
     barriers = 2 * 8 * (4 + 12)  # of the most slots and stages
-    assert slots * tile.slot_bytes + stages * tile.stage_bytes + tile.bias_bytes + barriers == tile.shared_bytes
+    assert slots * tile.slot_bytes + stages * tile.weight_bytes + tile.bias_bytes + barriers == tile.shared_bytes
     assert 2 <= slots <= 4
     assert 3 <= stages <= 12
     assert tile.lines % 32 == 0

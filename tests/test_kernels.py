@@ -600,9 +600,9 @@ IMAGE_ROW_RUNS += [IMAGE_ROWS, IMAGE_ROW_WINDOWS]
 SHUFFLE_RUNS = runs_in_two_types(
     "gemm_depth_to_space", SHUFFLE_CASES, lambda tile: tile.chunks > 3 or tile.lines % 64 > 0
 )
-# Many items of several blocks of lines, whose inputs stay; and one block, whose inputs come with its weights.
+# Several blocks of lines, whose outputs are stored during the next item; and outputs that are stored at once.
 SHUFFLE, SHUFFLE_TF32 = (
-    run_of("gemm_depth_to_space", SHUFFLE_CASES[-1], lambda tile: tile.held and tile.set_line_blocks > 2, kind)
+    run_of("gemm_depth_to_space", SHUFFLE_CASES[-1], lambda tile: tile.kept and tile.line_blocks > 2, kind)
     for kind in ("fp16", "tf32")
 )
 SHUFFLE_ALONE = run_of("gemm_depth_to_space", SHUFFLE_CASES[4], lambda tile: not tile.kept)
@@ -1009,9 +1009,9 @@ GRADS_MMA_RUNS += [
 # fmt: off
 TILE_PATHS = {
     "gemm_depth_to_space": (SHUFFLE_RUNS, """
-        packed; held; positions % 128 == 0; positions > 128; problem.in_pixels % 128 == 0; input_size[1] % 2 == 0
-        input_size == problem.input_size; sets > 1; line_blocks % sets == 0; set_line_blocks > 1; chunks > 1
-        chunks > 3; chunks % 2 == 0; ring_sizes[0] > chunks; lines % 64 == 0; piece * itemsize == 16
+        packed; kept; positions % 128 == 0; positions > 128; problem.in_pixels % 128 == 0; input_size[1] % 2 == 0
+        input_size == problem.input_size; line_blocks > 1; chunks > 1
+        chunks > 3; chunks % 2 == 0; stages > chunks; lines % 64 == 0; piece * itemsize == 16
         problem.kernel_size[1] == 1; problem.kernel_size[1] > 2; problem.in_channels * itemsize % 128 == 0
         problem.out_channels * problem.taps % lines == 0
     """),
@@ -1025,8 +1025,8 @@ TILE_PATHS = {
         not any(map(mod, problem.kernel_size, problem.stride))
     """),
     "gemm_fold_pixels": (IMAGE_ROW_RUNS, """
-        packed; held; position_blocks == 2; windows[0] > 1; windows[2] > 0; item_positions % 128 == 0; images > 1
-        problem.batch % images > 0; sets > 1; set_line_blocks > 1; chunks > 1
+        packed; position_blocks == 2; windows[0] > 1; windows[2] > 0; item_positions % 128 == 0; images > 1
+        problem.batch % images > 0; line_blocks > 1; chunks > 1; stages > chunks
         (position_blocks, itemsize) == (1, 2) and chunks > 3 and chunks % 2 == 0
         (position_blocks, itemsize) == (1, 2) and chunks > 3 and chunks % 2 == 1
         (position_blocks, itemsize) == (1, 4) and chunks > 3 and chunks % 2 == 0
@@ -1303,7 +1303,7 @@ GRADS_MMA = next(run for run in GRADS_MMA_RUNS if run.case.groups == 4)
 
 SHARED_ARRAY = r"(__shared__ __align__\(16\) accumulate_t (\w+)\[(\w+)\];)"
 BEGINNING = r"(__global__ [^{]*\{)"  # of a kernel
-BEHIND_BARRIERS = r"\1 shared[p.first_barrier + (p.slots + p.stages) * 16] = 0;"
+BEHIND_BARRIERS = r"\1 shared[p.first_barrier + p.stages * 16] = 0;"
 BEHIND_BIASES = r"\1 shared[p.first_bias + kBlocks * LINES * 4 + sizeof(barriers_t)] = 0;"
 BEHIND_ALL = r"\1 shared[SHARED_BYTES] = 0;"
 PAST_SHARED = "past the end of shared memory"
@@ -1445,13 +1445,13 @@ EDITS = {
     "pipeline/pixels_on_m.cuh": {
         "image_rows_window_without_its_left": (IMAGE_ROW_WINDOWS, r" - p\.left :", " :"),
         "shuffle_inputs_passed_on_too_early": (SHUFFLE, r"barrier_arrive_when_copied\(", "barrier_arrive("),
-        "shuffle_inputs_not_waited_for": (SHUFFLE_TF32, r"barrier_wait\(barriers_of_slot[^;]*\.full,[^;]*;", "", LATE),
-        "shuffle_slots_overwritten": (SHUFFLE, r"barrier_wait\(barriers_of_slot[^;]*\.empty,[^;]*;", "", LATE),
-        "shuffle_slots_freed_before_the_last_block": (SHUFFLE, r"if \(frees\) barrier", "barrier", LATE),
+        "shuffle_chunk_not_waited_for":
+            (SHUFFLE_TF32, r"barrier_wait\(barriers_of[^;]*\.full,[^;]*;", "", f"{LATE}|{NOT_COME}"),
+        "shuffle_inputs_overwritten":
+            (SHUFFLE, r"barrier_wait\(barriers_of[^;]*\.empty[^;]*;(\s*#pragma)", r"\1", LATE),
         "shuffle_words_overwritten": (SHUFFLE_TF32, r"wgmma_wait<1>\(\);", "wgmma_wait<2>();"),
-        "shuffle_weights_not_waited_for": (SHUFFLE, r"barrier_wait\(barriers_of_stage[^;]*\.full,[^;]*;", "", NOT_COME),
-        "shuffle_stages_overwritten":
-            (SHUFFLE_TF32, r"barrier_wait\(barriers_of_stage[^;]*\.empty,[^;]*;", "", OVERWRITTEN),
+        "shuffle_weights_overwritten":
+            (SHUFFLE_TF32, r"barrier_wait\(barriers_of[^;]*\.empty[^;]*;(\s*barrier)", r"\1", OVERWRITTEN),
         "shuffle_biases_read_too_early": (SHUFFLE_ALONE, r"__syncwarp\(\);(\s*\}\s*\};)", r"\1"),
         "shuffle_sums_read_too_early": (SHUFFLE, r"wgmma_finish_rows\(sums\[block\]\);", ";", UNFINISHED),
     },

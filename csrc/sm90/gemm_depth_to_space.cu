@@ -10,7 +10,7 @@
  * Positions are rows of the product (pipeline/pixels_on_m.cuh). If PAIRED_ROWS, rows g and g + 8 are positions 2g and 2g + 1, so
  * that a thread stores outputs of both together. The eight lanes that have the same lines store a stretch of an output row. So
  * sums go from registers to memory, not by way of shared memory, which is busy with weights. Memory takes about as long as the
- * products: outputs of a line block stay in registers, and are stored while the next one's products run (DEFERRED_STORES).
+ * products: outputs of an item stay in registers, and are stored while the next one's products run (DEFERRED_STORES).
  *   KERNEL_H = KERNEL_W = 2, bf16, PAIRED_ROWS: lane 5 (g = 1, t = 1) of warp 0 has lines 2 and 3, so kh = 1 of channel 0, of
  *   positions 2 and 3. Its first four sums are outputs (kw 0, kw 1) of position 2, then of 3: four neighbours of an output row,
  *   which `values` has in this order and `words` as two words. It stores 8 bytes at column 4 of row 1 of channel 0.
@@ -24,9 +24,6 @@
 #include "ptx/store.cuh"
 
 static_assert(POSITION_BLOCKS == 1 && !WINDOWED && 16 % kTaps == 0, "one position block, whole images, taps divide 16");
-// multiply takes so many chunks before its loop, and calls back in each: with a share of the stores of the block before.
-constexpr int kShares = CHUNK_CLASS;
-
 // Rows g and g + 8 of a warp's 16 are positions 2g and 2g + 1, or g and g + 8.
 constexpr bool kPaired = PAIRED_ROWS;
 static_assert(!kPaired || KERNEL_W <= 2, "outputs of two positions are neighbours");
@@ -51,13 +48,13 @@ static_assert(LINES % (8 * kTiles) == 0 && KERNEL_W <= 8, "tiles and lanes have 
 /* The first line of a lane. */
 __device__ __forceinline__ int lane_line() { return threadIdx.x % 4 * kLane; }
 
-/* Where a lane's outputs of its first line go, of two positions, and whether there are any. */
+/* Where a lane's outputs of its first line go, of two positions and output channels from `first` on, and whether there are any. */
 struct places_t {
     ELEMENT_T* target[2] = {};
     bool inside[2] = {};
 
     places_t() = default;
-    __device__ __forceinline__ places_t(const pixels_on_m_params& p, int position, int warp) {
+    __device__ __forceinline__ places_t(const pixels_on_m_params& p, int position, int first, int warp) {
         const int g = threadIdx.x % 32 / 4, line = lane_line(), pixels = p.in_h * p.in_w;
         const int column = line / kTaps * out_plane(p) + line % kTaps / KERNEL_W * out_width(p) + line % KERNEL_W;
         #pragma unroll
@@ -66,21 +63,14 @@ struct places_t {
             const int image = divided(own, p.by_pixels), pixel = own - image * pixels;
             const int row = KERNEL_H == 1 ? 0 : divided(pixel, p.by_width);  // pixel * KERNEL_W counts one of its KERNEL_H rows
             inside[h] = own < p.positions;
-            target[h] = p.output + (static_cast<long long>(image) * (p.out_channels * static_cast<long long>(out_plane(p))) +
+            const long long plane = static_cast<long long>(image) * p.out_channels + first;
+            target[h] = p.output + (plane * out_plane(p) +
                                     (row * ((KERNEL_H - 1) * out_width(p)) + pixel * KERNEL_W + column));
         }
     }
-
-    /* Those of output channels from `first` on. */
-    __device__ __forceinline__ places_t from(const pixels_on_m_params& p, int first) const {
-        places_t moved = *this;
-        #pragma unroll
-        for (int h = 0; h < 2; ++h) moved.target[h] += static_cast<long long>(first) * out_plane(p);
-        return moved;
-    }
 };
 
-/* A lane's outputs of a block of lines, as they are stored. */
+/* A lane's outputs of an item, as they are stored. */
 struct outputs_t {
     static constexpr int kWords = 4 * kTiles * kItem / 4;  // of a turn
     places_t places;
@@ -90,8 +80,8 @@ struct outputs_t {
     outputs_t() = default;
     /* Takes sums and biases from output channel `first` on. */
     __device__ __forceinline__ outputs_t(
-        const pixels_on_m_params& p, const places_t& item, int first, const float (&sums)[LINES / 2], const float* biases)
-        : places(item.from(p, first)), outs(p.out_channels - first - lane_line() / kTaps) {
+        const pixels_on_m_params& p, const places_t& places, int first, const float (&sums)[LINES / 2], const float* biases)
+        : places(places), outs(p.out_channels - first - lane_line() / kTaps) {
         each<kTurns>([&](auto turn) {
             constexpr int kTurn = turn, kTile = kTurn * kTiles, kOut = kTile * 8 / kTaps;
             ELEMENT_T values[4 * kTiles];  // neighbours in a row one after the other
@@ -149,30 +139,24 @@ private:
     }
 };
 
-/* What consumer warp `warp` does: for each item and line block it multiplies, and keeps outputs, which are stored during the next
- * products.
+/* What consumer warp `warp` does: it multiplies item after item, and keeps outputs, which are stored during the products of
+ * the next item.
  */
 __device__ __forceinline__ void consume(const pixels_on_m_params& p, int warp) {
-    ring_t ring, slots;
-    outputs_t outputs;  // of the block before; at first there is none: nothing of it is inside, and nothing is stored
+    ring_t ring;
+    outputs_t outputs;  // of the item before; at first there is none: nothing of it is inside, and nothing is stored
     each_item<item_t>(p, [&](const item_t& item) {
-        const places_t places(p, item.position, warp);
-        #pragma unroll 1
-        for (int block = 0; block < item.line_blocks; ++block) {
-            const int first = (item.line_block + block) * kBlockOuts;
-            const biases_t biases(p, first);
-            float sums[1][LINES / 2];
-            ring_t block_slots = slots;
-            const bool frees = !p.held || block + 1 == item.line_blocks;
-            multiply<kPaired, kShares>(p, sums, ring, block_slots, warp, frees, [&](auto share) {
-                constexpr int kShare = share;
-                if constexpr (DEFERRED_STORES) outputs.store<kTurns * kShare / kShares, kTurns * (kShare + 1) / kShares>(p);
-            });
-            if (frees) slots = block_slots;
-            biases.share(p, warp);
-            outputs = outputs_t(p, places, first, sums[0], biases_of(p, warp));
-            if constexpr (!DEFERRED_STORES) outputs.store<0, kTurns>(p);
-        }
+        const int first = item.line_block * kBlockOuts;
+        const places_t places(p, item.position, first, warp);
+        const biases_t biases(p, first);
+        float sums[1][LINES / 2];
+        multiply<kPaired>(p, sums, ring, warp, [&](auto chunk) {  // each stores a share of the item before
+            constexpr int kShare = chunk;
+            if constexpr (DEFERRED_STORES) outputs.store<kTurns * kShare / kPeeled, kTurns * (kShare + 1) / kPeeled>(p);
+        });
+        biases.share(p, warp);
+        outputs = outputs_t(p, places, first, sums[0], biases_of(p, warp));
+        if constexpr (!DEFERRED_STORES) outputs.store<0, kTurns>(p);
     });
     if constexpr (DEFERRED_STORES) outputs.store<0, kTurns>(p);
 }

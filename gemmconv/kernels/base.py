@@ -49,7 +49,8 @@ class Config:
         dtype: element type of every tensor.
         device: device of the tensors; a CUDA device carries its index.
         precision: ``"tf32"`` if float32 products may be rounded to TF32, else ``"ieee"``.
-        workspace_limit: bytes of temporary memory that a call may take.
+        workspace_limit: bytes that columns and partial sums may take; packed weights and transposed tensors do not
+            count.
         torch_precision: the precision that torch's own convolutions use at this moment.
         memory_format: the format of images: of the output of a forward pass, of the result of an input gradient, and of
             the tensors that a weight gradient reads (its result is always contiguous).

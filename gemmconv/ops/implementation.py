@@ -23,30 +23,16 @@ Who calls whom, the first time. An eager call bypasses the dispatcher; others re
 On a CPU and for torch's operator there is no program: the algorithm prepares the call itself. Layers on volumes have
 operators of their own, in volumes.py.
 
-A caller may ask for a call that takes or returns other tensors than the operator does, by a Convention. Under autocast,
-for example, Convention(parameter_dtype=float32) asks for call(input bf16, weight float32, bias float32) -> output bf16,
-which casts weight and bias in a kernel of ours. Other fields are for gradients (weight_grad_strides, with_bias_grad),
-for casts to return, for a weight in training and for signals; configs.py has the call of each. Here a Convention is
-part of the key, its ``trained`` goes to the choice too, and forward.py and gradients.py prepare calls by it.
+A caller may want a call that takes or returns other tensors than the operator does: under autocast, for example, one
+that casts a float32 weight in a kernel of ours. It says so by a Convention (configs.py), which is part of the key.
 
-One cache (call_cache.py) has prepared calls of two kinds. A PlainCall runs an OperatorCall inside, unless it calls
-torch's operator. So the first call of a layer adds one of each:
+The cache (call_cache.py) has calls of two kinds, and the first call of a layer adds one of each: the OperatorCall,
+which launches what one pass needs (prepare_call adds it), and a PlainCall around it, which makes the autograd node if
+gradients are recorded (functional.py and module.py add it, by the signature that they find it by).
 
-    prepared call                                 key                                              is added by
-    PlainCall: casts, makes an autograd node      its signature (signatures.py)                    functional, module
-    OperatorCall: launches what one pass needs    pass, tensors, arguments, precision, Convention  prepare_call, below
-
-It also has calls of generated code (compiled.py), of volumes (volumes.py), of im2col and col2im (below), and answers:
-whether a call is left to torch (left_to_torch.py), whether a backward pass was compiled in advance (ahead.py).
-
-To change something:
-
-    what is checked and chosen                    configs.py, selection.py, pairs.py
-    what a call takes, returns and launches       a field of Convention, and forward.py or gradients.py
-    a setting, such as ``workspace_limit``        docs/guide/contributing.md has the steps; this file needs no change
-
-``pytest tests/test_{dispatch,rank,fallback,compiled,autocast}.py`` runs each line of this file, without a GPU, in two
-minutes.
+What is checked and chosen is in configs.py, selection.py and pairs.py; what a call launches in forward.py and
+gradients.py. A new setting, such as ``workspace_limit``, needs no change here: docs/guide/contributing.md has steps.
+``pytest tests/test_{dispatch,rank,fallback,compiled,autocast}.py`` runs each line of this file, in two minutes.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import torch
 
 from gemmconv.geometry import Pair, Problem
-from gemmconv.hashing import cached_property
+from gemmconv.hashing import cached_property, changed
 from gemmconv.kernels.base import Config, Pass
 from gemmconv.kernels.costs import costs_of, overlapped
 from gemmconv.kernels.integers import up_to_multiple
@@ -23,12 +23,13 @@ from gemmconv.kernels.macros import Macros
 from gemmconv.kernels.program import Program
 from gemmconv.kernels.sm90 import pixels_on_m
 from gemmconv.kernels.sm90.base import OneFormatForward
-from gemmconv.kernels.sm90.pixels_on_m import CHUNK_BYTES, MOST_LINES, PositionRows
+from gemmconv.kernels.sm90.pixels_on_m import MOST_LINES, PositionRows
 
 _COST = costs_of("sm90/gemm_depth_to_space")
-# By bytes of an element: the most lines of a block whose outputs registers hold while the next block's are multiplied.
+# By bytes of an element: the most lines whose outputs registers hold while those of the next item are multiplied.
 _MOST_KEPT = {2: 224, 4: 160}
-_LINES = (64, 128, 256)  # of a block; more of them would gain a few percent at some sizes, and compile more kernels
+# Lines of a line block; more sizes would gain a few percent of some layers, and compile more kernels.
+_LINES = (64, 128, 256)
 _MOST_KERNEL_W = 8
 _MOST_TAPS = 16
 
@@ -49,7 +50,7 @@ class Tile(PositionRows):
 
     @property
     def kept(self) -> bool:
-        """Whether outputs are stored while products of the next block run."""
+        """Whether outputs are stored while products of the next item run."""
         return self.lines <= _MOST_KEPT[self.itemsize]
 
     @property
@@ -57,15 +58,14 @@ class Tile(PositionRows):
         """Roughly the cycles that a call takes, its launches among them."""
         chunk = _COST.line_cycles * self.lines + _COST.chunk_cycles
         stored = self.lines * self.itemsize * (_COST.kept_store_cycles if self.kept else _COST.store_cycles)
-        item = _COST.item_cycles + self.set_line_blocks * (self.chunks * chunk + stored)
+        item = _COST.item_cycles + self.chunks * chunk + stored
         computed = -(-self.items // self.multiprocessors) * item
-        passes = 1 if self.held else self.set_line_blocks  # reads of an item's inputs, which mostly miss the L2 cache
-        times = 1 + _COST.again_share * (passes - 1)
+        times = 1 + _COST.again_share * (self.line_blocks - 1)  # reads of inputs, which mostly miss the L2 cache
         elements = math.prod(self.problem.output_shape) + math.prod(self.problem.input_shape) * times
         moved = elements * self.itemsize / _COST.bytes_a_cycle
-        copied = self.chunks * (self.set_line_blocks * self.lines * CHUNK_BYTES + passes * self.slot_bytes)
+        copied = self.copied_bytes / _COST.copied_a_cycle
         start = _COST.start_cycles + (_COST.pack_cycles if self.packed else 0)
-        return start + overlapped(_COST.overlap, computed, moved, self.items * copied / _COST.copied_a_cycle)
+        return start + overlapped(_COST.overlap, computed, moved, copied)
 
 
 def tiles_of(problem: Problem, itemsize: int, multiprocessors: int) -> Iterator[Tile]:
@@ -76,14 +76,7 @@ def tiles_of(problem: Problem, itemsize: int, multiprocessors: int) -> Iterator[
         return
     all_lines = up_to_multiple(problem.out_channels * problem.taps, max(16, 4 * problem.kernel_size[1]))
     for lines in [lines for lines in _LINES if lines < all_lines] + [all_lines] * (all_lines <= MOST_LINES):
-        yield from _tiles_in_sets(problem, itemsize, lines, multiprocessors)
-
-
-def _tiles_in_sets(problem: Problem, itemsize: int, lines: int, multiprocessors: int) -> Iterator[Tile]:
-    for sets in pixels_on_m.sets_of(problem, lines):
-        tile = Tile(problem, itemsize, lines, sets, multiprocessors)
-        if tile.kept or tile.set_line_blocks == 1:  # others took longer wherever they were tried
-            yield tile
+        yield Tile(problem, itemsize, lines, multiprocessors)
 
 
 class GemmDepthToSpace(OneFormatForward):
@@ -97,8 +90,7 @@ class GemmDepthToSpace(OneFormatForward):
     def fitted(self, config: Config, direction: Pass, tile: Tile) -> Tile | None:
         if not pixels_on_m.serves(config.problem, tile.itemsize, tile.multiprocessors):
             return None
-        sized = _tiles_in_sets(config.problem, tile.itemsize, tile.lines, tile.multiprocessors)
-        made = min(sized, key=lambda tile: tile.cycles)  # there is one: all sizes of a layer have the same sets
+        made = changed(tile, problem=config.problem)
         return made if (made.piece, made.paired) == (tile.piece, tile.paired) else None
 
     def program(self, config: Config, direction: Pass, tile: Tile) -> Program:

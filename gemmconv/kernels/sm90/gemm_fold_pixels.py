@@ -9,19 +9,16 @@ numbers of an example: 64 images of 8 x 8, 64 to 32 channels, kernel 4, stride 2
   How it is divided among thread blocks
     position block  128 positions, which two warpgroups of 128 threads multiply           2 images; 32 in all
     line block      at most 256 lines, all taps of some output channels                   144 of 9 channels; 4 in all
-    set             an equal share of the line blocks                                     one line block; 4 sets
-    item            what a thread block computes at a time: one or two position blocks    1 position block, 1 set;
-                    (some images, or a window of one long row) and one set                32 * 4 = 128 items
+    item            what a thread block computes at a time: one or two position blocks    1 position block;
+                    (some images, or a window of one long row) times a line block         32 * 4 = 128 items
   How operands come to shared memory
     chunk           128 bytes of a pixel's channels, which come together                  32 channels; 2 chunks
-    slot            a buffer with a chunk of an item's inputs                             5 slots
-    stage           a buffer with a chunk of a line block's weights                       5 stages
-    held            whether inputs stay in their slots for all line blocks of an item     no: it has one line block
+    stage           a buffer with a chunk of an item's inputs and of its weights          5 stages
     piece           neighbouring inputs of a channel that a thread copies together        4 inputs
   How sums become outputs
     fold            the columns of some channels, which lie in shared memory at once      3 channels; 3 folds
     cell            the outputs of one stride, height x width: a cell for each input,     2 x 2
-                    and more beside the image where padding leaves more outputs
+                    more beside the image if it has more outputs, fewer if padding cuts
     part            what a thread gathers of a row of a cell; neighbours have others      the whole row: 1 part
     phase           the place of an output in its cell                                    one of 4
 
@@ -33,7 +30,7 @@ It is for 16-bit types and TF32, NCHW and one group. ``tiles_of`` gives tiles wh
   (a signal), which is cut into windows, and a cell reads at most 32 inputs beside its own, which windows repeat;
 - inputs of an image are a multiple of four, as pieces are; there are at most 16 cells for each input;
 - in 16 bits, rows of weights begin at multiples of 16 bytes: the copy engine asks for that;
-- two folds, two slots and two stages fit shared memory, and 32-bit integers hold all counts.
+- two folds and two stages fit shared memory, and 32-bit integers hold all counts.
 """
 
 from __future__ import annotations
@@ -54,7 +51,14 @@ from gemmconv.kernels.phases import can_be_folded, cells_of, reach_of, stored_to
 from gemmconv.kernels.program import Program
 from gemmconv.kernels.sm90 import pixels_on_m
 from gemmconv.kernels.sm90.base import OneFormatForward
-from gemmconv.kernels.sm90.pixels_on_m import BLOCK_POSITIONS, CHUNK_BYTES, CONSUMERS, MOST_LINES, PositionRows, Windows
+from gemmconv.kernels.sm90.pixels_on_m import (
+    BLOCK_POSITIONS,
+    CONSUMERS,
+    LEAST_LINES,
+    MOST_LINES,
+    PositionRows,
+    Windows,
+)
 
 _COST = costs_of("sm90/gemm_fold_pixels")  # gemmconv/costs/h200.json: unit, meaning, and what they were fitted to
 _MOST_POSITIONS = 2 * BLOCK_POSITIONS  # positions of an item
@@ -62,39 +66,15 @@ _MOST_SUMS = 256  # lines of a line block times position blocks of an item; a th
 # Cells for each input, at most. Where output padding is large, or the kernel is much larger than the image, most cells
 # lie beside all inputs; such layers are left to other kernels.
 _MOST_CELLS = 16
-_FOLD_LINES = 32  # lines of a fold, about; fewer where two such folds do not fit shared memory
-_COLUMN_BYTES = 40 << 10  # bytes of shared memory that two folds may always take; folds of the least size may take more
-_MOST_COLUMN_BYTES = 72 << 10  # bytes that they may take as far as an item's inputs and two stages leave them
-_LEAST_LINES = 64  # of a line block, unless it has all lines: a smaller one would read all inputs for few products
+_FOLD_LINES = 32  # lines of a fold, about; fewer where two such folds do not fit the bytes that they may take
+# Bytes of shared memory that two folds may take, which leave three stages; folds of the least size may take more.
+_MOST_COLUMN_BYTES = 72 << 10
 _MOST_HALO = 32  # inputs of a window that its neighbours have too
 
 
 @dataclass(frozen=True)
 class Tile(PositionRows):
-    """The work of a thread block of csrc/sm90/gemm_fold_pixels.cu. Words and example are those of the module.
-
-    A tile may run with a kernel that was compiled for another size of the layer: see ``fitted`` below.
-
-    The rest is inherited from :class:`PositionRows`, fields first:
-
-        name                   in the example    what it is                         follows from
-        lines, sets            144, 4            of a line block; of all lines      (chosen: tiles_of tries them)
-        line_blocks            4                 line blocks in all                 channels, taps, lines
-        set_line_blocks        1                 line blocks of a set               line_blocks, sets
-        chunks                 2                 chunks of an input's channels      channels
-        slot_bytes             16,384            a chunk of an item's inputs        position_blocks
-        stage_bytes            18,432            a chunk of a block's weights       lines
-        bias_bytes             288               biases of eight warps              lines, taps
-        bytes_for_columns      162,464           shared memory beside all inputs    chunks, slot_bytes, stage_bytes,
-                                                 of an item and two stages          bias_bytes, barriers
-        held                   False             whether inputs stay (see above)    set_line_blocks, bytes of columns
-        ring_sizes             (5, 5)            slots and stages                   held, and all bytes above
-        items                  128               items of the whole call            batch, images, windows, sets
-        piece                  4                 inputs copied together             inputs of an image, type
-
-    After a change `pytest tests/test_kernels.py -k fold_pixels` computes layers on a CPU, in a minute, and
-    `python -m tests.gates.choices COMMIT` tells which choices changed.
-    """
+    """The work of a thread block of csrc/sm90/gemm_fold_pixels.cu. Words and example are those of the module."""
 
     images: int  # images of an item; 1 if items are windows. In the example 2
     window: int  # positions of each image that an item has: all of them, or a part of its only row. In the example 64
@@ -132,7 +112,7 @@ class Tile(PositionRows):
         return Windows(-(-self.cells_of_image[1] // step), step, left)
 
     @property
-    def set_items(self) -> int:
+    def places(self) -> int:
         return -(-self.problem.batch // self.images) * self.windows.per_image
 
     @property
@@ -157,8 +137,7 @@ class Tile(PositionRows):
         """Threads that one turn needs to gather all parts of a cell for each position: 128 in the example."""
         return self.position_blocks * BLOCK_POSITIONS * self.parts
 
-    # A fold, and shared memory, which is decided in this order, each by those before it: ``lines`` of the tile,
-    # ``fold_outs``, ``column_bytes``, ``held``, ``ring_sizes``
+    # A fold
     @property
     def fold_pitch(self) -> int:
         """Floats from a line of columns to the next: an odd multiple of 4, so that lines begin in other banks."""
@@ -178,12 +157,7 @@ class Tile(PositionRows):
         block_outs, unit = self.lines // self.problem.taps, math.lcm(8, self.problem.taps) // self.problem.taps
         wanted = max(_FOLD_LINES // self.problem.taps, CONSUMERS // self._position_parts, unit)
         candidates = [outs for outs in range(unit, block_outs + 1, unit) if block_outs % outs == 0]
-        # Two folds may always take 40 KB. If the layer has several line blocks, inputs may be held later. Then folds
-        # may take more, at most 72 KB, as long as all inputs of an item and two stages of weights fit beside them.
-        most = _COLUMN_BYTES
-        if self.line_blocks > 1:
-            most = max(most, min(_MOST_COLUMN_BYTES, self.bytes_for_columns))
-        fitting = [outs for outs in candidates if 2 * self._fold_bytes(outs) <= most] or candidates[:1]
+        fitting = [outs for outs in candidates if 2 * self._fold_bytes(outs) <= _MOST_COLUMN_BYTES] or candidates[:1]
         return min((outs for outs in fitting if outs >= wanted), default=fitting[-1])
 
     @cached_property
@@ -193,10 +167,9 @@ class Tile(PositionRows):
 
     @property
     def possible(self) -> bool:
-        """Whether both rings of shared memory have two buffers at least, and windows are parts of an image."""
-        slots, stages = self.ring_sizes
+        """Whether shared memory has two stages at least, and windows are parts of an image."""
         # A single window that is not the whole image is no tile: WINDOWED would be 0, which stands for whole images.
-        return slots >= 2 and stages >= 2 and (self.window == self.problem.in_pixels or self.windows.per_image > 1)
+        return self.stages >= 2 and (self.window == self.problem.in_pixels or self.windows.per_image > 1)
 
     # How threads share a fold
     @property
@@ -218,12 +191,9 @@ class Tile(PositionRows):
     @property
     def cycles(self) -> float:
         """Roughly the cycles that a call takes, its launches among them."""
-        rounds = -(-self.items // self.multiprocessors)
-        computed = rounds * (_COST.item_cycles + self.set_line_blocks * self._line_block_cycles)
+        computed = -(-self.items // self.multiprocessors) * (_COST.item_cycles + self._line_block_cycles)
         moved = self.problem.image_bytes(self.itemsize) / _COST.bytes_a_cycle
-        reads = 1 if self.held else self.set_line_blocks  # how often the inputs of an item come to shared memory
-        chunk_bytes = self.items * (self.set_line_blocks * self.lines * CHUNK_BYTES + reads * self.slot_bytes)
-        copied = self.chunks * chunk_bytes / _COST.copied_a_cycle
+        copied = self.copied_bytes / _COST.copied_a_cycle
         start = _COST.start_cycles + _COST.packed_byte_cycles * self.packed_bytes
         return start + overlapped(_COST.overlap, computed, moved, copied)
 
@@ -242,9 +212,8 @@ class Tile(PositionRows):
 def tiles_of(problem: Problem, itemsize: int, multiprocessors: int) -> Iterator[Tile]:
     """The tiles that a problem may have: those that fit registers and shared memory.
 
-    The example of the module has 130. The best by estimate, 15,244 cycles, has 2 images, 144 lines and 4 sets: three
-    folds of 48 lines. The next, 15,359 cycles, has 128 lines, four folds of 32; the last, 48,421 cycles, has 4 images
-    and one set, so 16 items.
+    The example of the module has 36. The best by estimate, 15,244 cycles, has 2 images and 144 lines: three folds of 48
+    lines. The next, 15,359 cycles, has 128 lines, four folds of 32; the last, 26,229 cycles, 1 image and 208 lines.
     """
     p, step = problem, math.lcm(16, problem.taps)
     if step > MOST_LINES or math.prod(cells_of(p)) > _MOST_CELLS * p.in_pixels or not can_be_folded(p):
@@ -255,23 +224,19 @@ def tiles_of(problem: Problem, itemsize: int, multiprocessors: int) -> Iterator[
     for images, window in _items_of(p):
         most = min(all_lines, _MOST_SUMS // -(-images * window // BLOCK_POSITIONS))
         for lines in range(step, most + 1, step):
-            if lines >= _LEAST_LINES or lines == all_lines:
-                for sets in pixels_on_m.sets_of(p, lines):
-                    if (tile := Tile(p, itemsize, lines, sets, multiprocessors, images, window)).possible:
-                        yield tile
+            tile = Tile(p, itemsize, lines, multiprocessors, images, window)
+            if (lines >= LEAST_LINES or lines == all_lines) and tile.possible:
+                yield tile
 
 
-def _fastest(tile: Tile, most: int) -> Tile | None:
-    """The tile with the fastest sets, then with the fastest number of images of an item, up to ``most``."""
-    p = tile.problem
-    tiles = (one for sets in pixels_on_m.sets_of(p, tile.lines) if (one := changed(tile, sets=sets)).possible)
-    if (best := min(tiles, key=lambda one: one.cycles, default=None)) is None:
-        return None
-    # Three numbers: as many as fit; an equal share of the batch, in as many items; and the fewest for which there are
-    # about as many items as multiprocessors. Fewer images need no more shared memory: slots are whole position blocks.
-    for_all = -(-p.batch * best.sets // tile.multiprocessors)
-    counts = dict.fromkeys((most, even_share(p.batch, most), min(most, for_all)))
-    return min((changed(best, images=images) for images in counts), key=lambda one: one.cycles)
+def _fastest(tile: Tile, most: int) -> Tile:
+    """The tile with the fastest number of images of an item, up to ``most``."""
+    batch = tile.problem.batch
+    # Three numbers: as many as fit; an equal share of the batch, in as many items; and the fewest for which all items
+    # run at the same time. Fewer images need no more shared memory: stages hold whole position blocks.
+    for_all = -(-batch // max(1, tile.multiprocessors // tile.line_blocks))
+    counts = dict.fromkeys((most, even_share(batch, most), min(most, for_all)))
+    return min((changed(tile, images=images) for images in counts), key=lambda one: one.cycles)
 
 
 def _halo(problem: Problem) -> Pair:
@@ -307,10 +272,10 @@ class GemmFoldPixels(OneFormatForward):
 
         The kernel is compiled for lines, with or without windows (of one row), ``position_blocks``, ``fold_turns``,
         ``vector`` and ``piece``; its other macros follow from these and the layer's channels and taps. A size must have
-        the same of each; its items may have fewer positions than the position blocks hold. Images of an item, sets and
-        windows are arguments of the kernel. So the example's kernel serves 100 images of 4 x 4, with four in an item of
-        64 positions (eight would fit, but leave more multiprocessors without an item), and 7 of 12 x 10, one in an item
-        of 120, but none of 16 x 16, which take two position blocks.
+        the same of each; its items may have fewer positions than the position blocks hold. How many images an item has,
+        and its windows, are arguments of the kernel. So the example's kernel serves 100 images of 4 x 4, with four in
+        an item of 64 positions (eight would fit, but leave more multiprocessors without an item), and 7 of 12 x 10, one
+        in an item of 120, but none of 16 x 16, which take two position blocks.
         """
         p, positions = config.problem, tile.position_blocks * BLOCK_POSITIONS
         if not pixels_on_m.serves(p, tile.itemsize, tile.multiprocessors):
@@ -326,7 +291,7 @@ class GemmFoldPixels(OneFormatForward):
 
         compiled = tile.position_blocks, tile.fold_turns
         sized = changed(tile, problem=p, images=most, window=window, compiled=compiled)
-        # _fastest tries other sets and images of an item. Neither changes these: ``compiled`` keeps fold_turns.
+        # _fastest tries other numbers of images, which do not change these: ``compiled`` keeps fold_turns.
         if (sized.fold_turns, sized.vector, sized.piece) != (tile.fold_turns, tile.vector, tile.piece):
             return None
         return _fastest(sized, most)

@@ -110,7 +110,7 @@ class Tile(ChunkedTile):
     @cached_property
     def ring_sizes(self) -> Pair:
         """Patches and stages of weights; fewer of these than are of use where they do not fit."""
-        free, slot, stage = SHARED_BYTES - self.bias_bytes - _BARRIER_BYTES, self.slot_bytes, self.stage_bytes
+        free, slot, stage = SHARED_BYTES - self.bias_bytes - _BARRIER_BYTES, self.slot_bytes, self.weight_bytes
         slots = next((count for count in range(_MOST_SLOTS, 2, -1) if free - count * slot >= 6 * stage), 2)
         return slots, min((free - slots * slot) // stage, _MOST_STAGES)
 
@@ -118,7 +118,7 @@ class Tile(ChunkedTile):
     def first_bias(self) -> int:
         """Bytes of shared memory before biases: of both rings."""
         slots, stages = self.ring_sizes
-        return slots * self.slot_bytes + stages * self.stage_bytes
+        return slots * self.slot_bytes + stages * self.weight_bytes
 
     @property
     def shared_bytes(self) -> int:
@@ -143,7 +143,7 @@ class Tile(ChunkedTile):
         """
         taps = self.problem.taps / math.prod(self.problem.stride)
         products = 4 * self.row_blocks * self.lines
-        shared = products / 2 + 128 * self.row_blocks + self.stage_bytes / 128 + self.positions / taps
+        shared = products / 2 + 128 * self.row_blocks + self.weight_bytes / 128 + self.positions / taps
         step = overlapped(_COST.step_overlap, _COST.product_factor * products, _COST.shared_factor * shared)
         if self.group:
             step += _COST.group_step_cycles + _COST.group_rows_cycles * self.row_blocks
@@ -154,7 +154,7 @@ class Tile(ChunkedTile):
         item = _COST.item_cycles + stored + self.chunks * taps * step
         computed = -(-self.items // self.multiprocessors) * item
         moved = _COST.moved_byte_cycles * self.problem.image_bytes(self.itemsize)
-        chunk_bytes = self.positions * CHUNK_BYTES + taps * self.stage_bytes
+        chunk_bytes = self.positions * CHUNK_BYTES + taps * self.weight_bytes
         copied = _COST.copied_byte_cycles * self.items * self.chunks * chunk_bytes
         packing = _COST.pack_cycles + _COST.packed_byte_cycles * self.packed_bytes if self.packed else 0
         cycles = _COST.start_cycles + packing + overlapped(_COST.overlap, computed, moved, copied)
@@ -217,7 +217,7 @@ def _best_strips(tile: Tile) -> list[int]:
     """The two ways to cut images into strips that bring the least, of those whose patches are boxes."""
     p, (height, width), rows = tile.problem, cells_of(tile.problem), tile.rows
     down, across = tile.halo
-    free = SHARED_BYTES - tile.bias_bytes - _BARRIER_BYTES - _LEAST_STAGES * tile.stage_bytes
+    free = SHARED_BYTES - tile.bias_bytes - _BARRIER_BYTES - _LEAST_STAGES * tile.weight_bytes
     read, found = 3 * p.taps / math.prod(p.stride) * rows, []
     for cells in {-(-width // strips) for strips in range(1, min(width, _MOST_STRIPS) + 1)}:
         step = cells + across if tile.group else cells

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from gemmconv.geometry import Pair, Problem, Shape4
 from gemmconv.hashing import cached_property
 from gemmconv.kernels.base import Config
-from gemmconv.kernels.integers import INT32_MAX, even_share, up_to_multiple
+from gemmconv.kernels.integers import INT32_MAX, up_to_multiple
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, named_macros
 from gemmconv.kernels.program import Launch, Operand, Params, Program, TensorMapSpec, gathering, reciprocal
 from gemmconv.kernels.sm90.base import SHARED_BYTES, image_map
@@ -22,14 +22,13 @@ from gemmconv.kernels.weights.pack import k_major_macros, packing
 BLOCK_POSITIONS = 128  # positions that two warpgroups multiply at once
 MOST_LINES = 256  # lines of a product that tensor cores take
 CHUNK_BYTES = 128  # bytes of a pixel's channels that come together, and of a line's in a stage
+LEAST_LINES = 64  # of a line block, unless it has all lines: a smaller one would read all inputs for few products
 BOX_LINES = 64  # lines of a box of weights
 CONSUMERS = 256  # threads that multiply and store
 _THREADS = CONSUMERS + 96 + 32  # with those that copy inputs, and a warp that copies weights
-_BARRIER_BYTES = 16  # bytes of the barriers of a slot or a stage
+_BARRIER_BYTES = 16  # bytes of the barriers of a stage
 _PIECE = 4  # inputs that are copied together, at least
-_MOST_RING = 12  # slots, and stages
-_STAGES_BYTES = 98_304 + 6 * _BARRIER_BYTES  # of stages at most: 96 KB, see docs/notes/gemm_depth_to_space.md
-_SETS = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64)  # sets that line blocks may be divided into, at most
+_MOST_STAGES = 12
 
 
 class ChunkedTile:
@@ -51,11 +50,11 @@ class ChunkedTile:
 
     @property
     def chunks(self) -> int:
-        """Chunks of a pixel's channels: slots of its inputs, and stages of the weights of so many lines."""
+        """Chunks of a pixel's channels."""
         return -(-self.problem.in_channels * self.itemsize // CHUNK_BYTES)
 
     @property
-    def stage_bytes(self) -> int:
+    def weight_bytes(self) -> int:
         """Bytes of a chunk of so many lines of weights; boxes of a tensor map are whole."""
         return (self.lines if self.packed else up_to_multiple(self.lines, BOX_LINES)) * CHUNK_BYTES
 
@@ -86,7 +85,6 @@ class PositionRows(ChunkedTile):
     problem: Problem  # the geometry
     itemsize: int  # bytes of an element: 2, or 4 for float32 that is rounded to TF32
     lines: int  # lines of a line block, all taps of some output channels
-    sets: int  # sets that the line blocks are divided into; each item has the line blocks of one
     multiprocessors: int  # multiprocessors of the GPU, each of which runs one thread block
 
     item_positions = BLOCK_POSITIONS  # positions of an item
@@ -94,7 +92,7 @@ class PositionRows(ChunkedTile):
     item_images = 0  # images of an item that has whole ones; 0 where items go on across images
     cells_of_image = 1, 1  # cells of an image, down and across, where a kernel folds them
     windows = Windows()  # how items divide an image
-    column_bytes = 0  # bytes of shared memory that the epilogue needs, beside slots, stages, biases and barriers
+    column_bytes = 0  # bytes of shared memory that the epilogue needs, beside stages, biases and barriers
 
     @property
     def input_size(self) -> Pair:
@@ -108,16 +106,10 @@ class PositionRows(ChunkedTile):
 
     @property
     def line_blocks(self) -> int:
-        """Line blocks of all sets."""
         return -(-self.problem.out_channels * self.problem.taps // self.lines)
 
     @property
-    def set_line_blocks(self) -> int:
-        """Line blocks of a set; the last set may have fewer."""
-        return -(-self.line_blocks // self.sets)
-
-    @property
-    def slot_bytes(self) -> int:
+    def input_bytes(self) -> int:
         """Bytes of a chunk of the inputs of an item."""
         return self.position_blocks * BLOCK_POSITIONS * CHUNK_BYTES
 
@@ -126,52 +118,36 @@ class PositionRows(ChunkedTile):
         """Bytes of the biases of a line block, with a copy for each warp."""
         return -(-CONSUMERS // 32 * (self.lines // self.problem.taps) // 4) * 16
 
-    @property
-    def bytes_for_columns(self) -> int:
-        """Bytes of shared memory left beside all inputs of an item and two stages; negative if these do not fit."""
-        inputs, stages = self.chunks * (self.slot_bytes + _BARRIER_BYTES), 2 * (self.stage_bytes + _BARRIER_BYTES)
-        return SHARED_BYTES - self.bias_bytes - inputs - stages
-
     @cached_property
-    def held(self) -> bool:
-        """Whether an item's inputs stay in shared memory for all of its line blocks: they do if they fit."""
-        return self.set_line_blocks > 1 and self.chunks <= _MOST_RING and self.column_bytes <= self.bytes_for_columns
-
-    @cached_property
-    def ring_sizes(self) -> tuple[int, int]:
-        """Slots of inputs and stages of weights that fit shared memory.
-
-        Where inputs are :attr:`held`, all chunks of an item have a slot, and stages come before further slots.
-        """
-        free = SHARED_BYTES - self.bias_bytes - self.column_bytes
-        slot, stage = self.slot_bytes + _BARRIER_BYTES, self.stage_bytes + _BARRIER_BYTES
-        if self.held:
-            stages = min(free - self.chunks * slot, _STAGES_BYTES) // stage
-            slots = min((free - stages * stage) // slot, max(2 * self.chunks, 4), _MOST_RING)
-        else:
-            slots = min(free // (slot + stage), _MOST_RING)
-        return slots, min((free - slots * slot) // stage, _MOST_RING)
+    def stages(self) -> int:
+        """Buffers of shared memory with a chunk of inputs and of weights each."""
+        stage_bytes = self.input_bytes + self.weight_bytes + _BARRIER_BYTES
+        return min((SHARED_BYTES - self.bias_bytes - self.column_bytes) // stage_bytes, _MOST_STAGES)
 
     @property
-    def first_bytes(self) -> tuple[int, int, int]:
-        """Where stages, the epilogue's own bytes and (behind these and biases) barriers begin in shared memory."""
-        slots, stages = self.ring_sizes
-        own = slots * self.slot_bytes + stages * self.stage_bytes
-        return slots * self.slot_bytes, own, own + self.column_bytes + self.bias_bytes
+    def copied_bytes(self) -> int:
+        """Bytes that are copied to shared memory in all."""
+        return self.items * self.chunks * (self.lines * CHUNK_BYTES + self.input_bytes)
+
+    @property
+    def first_bytes(self) -> tuple[int, int]:
+        """Where the epilogue's own bytes and (behind these and biases) barriers begin in shared memory."""
+        own = self.stages * (self.input_bytes + self.weight_bytes)
+        return own, own + self.column_bytes + self.bias_bytes
 
     @property
     def shared_bytes(self) -> int:
-        return self.first_bytes[2] + sum(self.ring_sizes) * _BARRIER_BYTES
+        return self.first_bytes[1] + self.stages * _BARRIER_BYTES
 
     @property
-    def set_items(self) -> int:
-        """Items of a set."""
+    def places(self) -> int:
+        """Items of each line block."""
         return -(-self.positions // self.item_positions)
 
     @property
     def items(self) -> int:
-        """Items of all sets, at which thread blocks take turns."""
-        return self.set_items * self.sets
+        """Items of all line blocks, at which thread blocks take turns."""
+        return self.places * self.line_blocks
 
     @property
     def piece(self) -> int:
@@ -188,19 +164,13 @@ def serves(problem: Problem, itemsize: int, multiprocessors: int) -> bool:
     p = problem
     if p.groups > 1 or p.batch == 0 or p.in_pixels % _PIECE or (itemsize == 2 and p.out_channels * p.taps % 8):
         return False
-    # Bounds: `products` of i in produce_weights (of full chunks and line blocks), `items` of i in each_item
-    # (it ends after the last item), `reach` of position in produce_inputs, outputs of at in gemm_depth_to_space.cu.
-    products = (p.in_channels + 64) * max(p.out_channels * p.taps + MOST_LINES, p.in_pixels)
+    # Bounds: `elements` of the packed weights and of an image, `items` of i in each_item (it ends after the last item),
+    # `reach` of position in produce_inputs, outputs of at in gemm_depth_to_space.cu.
+    elements = (p.in_channels + 64) * max(p.out_channels * p.taps + MOST_LINES, p.in_pixels)
     least = min(BLOCK_POSITIONS // 2, p.in_pixels)  # positions of an item, at least, that no other has
-    items = (p.batch * p.in_pixels + (multiprocessors + 2) * BLOCK_POSITIONS) * max(_SETS) // least
+    items = 2 * -(-p.batch * p.in_pixels // least) * -(-p.out_channels * p.taps // LEAST_LINES) + multiprocessors
     reach = p.batch * p.in_pixels + 2 * BLOCK_POSITIONS
-    return max(products, items, reach, MOST_LINES // p.taps * p.out_pixels) <= INT32_MAX
-
-
-def sets_of(problem: Problem, lines: int) -> set[int]:
-    """The numbers of sets that line blocks of so many lines may be divided into."""
-    line_blocks = -(-problem.out_channels * problem.taps // lines)
-    return {even_share(line_blocks, count) for count in _SETS}
+    return max(elements, items, reach, MOST_LINES // p.taps * p.out_pixels) <= INT32_MAX
 
 
 def program(config: Config, name: str, tile: PositionRows, own_macros: Macros, run: int = 1) -> Program:
@@ -220,7 +190,7 @@ def program(config: Config, name: str, tile: PositionRows, own_macros: Macros, r
         **own_macros,
     }
     (in_h, in_w), (cells_h, cells_w) = tile.input_size, tile.cells_of_image
-    divisors = tile.sets, in_h * in_w, windows.per_image, in_w, cells_h * cells_w, cells_w
+    divisors = tile.line_blocks, in_h * in_w, windows.per_image, in_w, cells_h * cells_w, cells_w
     params: Params = {
         # Rows of weightᵀ lie like channels of an image, one input channel behind the other.
         "weights": tile.weights((1, p.out_channels * p.taps, 1, p.in_channels), (BOX_LINES, tile.channels, 1, 1)),
@@ -228,11 +198,10 @@ def program(config: Config, name: str, tile: PositionRows, own_macros: Macros, r
         "positions, items": (tile.positions, tile.items),
         "in_channels, out_channels": (p.in_channels, p.out_channels),
         "chunks, line_blocks": (tile.chunks, tile.line_blocks),
-        "by_sets, by_pixels, by_windows, by_width, by_cells, by_cells_w": tuple(map(reciprocal, divisors)),
+        "by_line_blocks, by_pixels, by_windows, by_width, by_cells, by_cells_w": tuple(map(reciprocal, divisors)),
         "in_h, in_w, images, item_positions": (in_h, in_w, tile.item_images, tile.item_positions),
         "windows, step, left": windows,
-        "sets, set_line_blocks, held": (tile.sets, tile.set_line_blocks, int(tile.held)),
-        "slots, stages, first_stage, first_columns, first_barrier": (*tile.ring_sizes, *tile.first_bytes),
+        "stages, first_columns, first_barrier": (tile.stages, *tile.first_bytes),
     }
     return forward_program(config, name, tile, macros, params, run)
 
