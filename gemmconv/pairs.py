@@ -16,7 +16,7 @@ Estimated device times in microseconds, by algorithm; :class:`gemmconv.selection
 
                       fused    native    gemm_col2im    direct
     input_grad         29.8      56.8           45.3     769.6
-    weight_grad        35.8      71.6          111.6     555.3
+    weight_grad        35.8      71.6          111.6     622.9
     both in one call      -         -          141.2         -
 
 _fastest_pair compares all 16 pairs of the first two rows, and the third row. (On Hopper one call of torch's operator

@@ -512,7 +512,7 @@ FOLD_RUNS = [
     for j, kind in enumerate(THREE)
     for layout, choice in zip(FORMATS, (None, 37 * i + 101 * j)[:: (-1) ** (i + j)], strict=True)
 ]
-some_are_slow(FOLD_RUNS, 6, lambda run: run.tile is not None and run.tile.copied == 16)
+some_are_slow(FOLD_RUNS, 6)
 FOLD_RUNS += [Run("gemm_fold_narrow", FOLD_CASES[0], torch.bfloat16, layout) for layout in FORMATS]
 
 
@@ -526,14 +526,14 @@ fold_run_of = functools.partial(run_of, "gemm_fold_narrow")
 FOLD = fold_run_of(Case(2, 24, 3, (35, 16), (4, 4), (2, 2), (1, 1)), lambda tile: tile.folders == 64)
 # Rows of 36 and of 40 bytes, of which there are no boxes.
 FOLD_PIECES = fold_run_of(Case(2, 24, 3, (35, 18), (4, 4), (2, 2), (1, 1)), lambda tile: tile.folders == 64)
-FOLD_MANY_CHANNELS = fold_run_of(Case(2, 240, 1, (35, 20), (2, 4), (1, 2), (1, 1)), lambda tile: tile.loaders == 32)
+FOLD_MANY_CHANNELS = fold_run_of(Case(2, 240, 1, (35, 20), (2, 4), (1, 2), (1, 1)), lambda tile: not tile.boxed)
 FOLD_RUNS += [FOLD, FOLD_PIECES, FOLD_MANY_CHANNELS]
 # Boxes: one and several of a row, flat ones, channels of several, strips, few and many stages.
 FOLD_RUNS += [
-    fold_run_of(FOLD_CASES[3], lambda tile: tile.columns == 128 and tile.stages == 4),
-    fold_run_of(FOLD_CASES[3], lambda tile: tile.columns == 96, "tf32", multiprocessors=3),
-    fold_run_of(FOLD_CASES[3], lambda tile: tile.copied == 16),
-    fold_run_of(FOLD_CASES[0], lambda tile: tile.flat and tile.stages == 3, "fp32"),
+    fold_run_of(FOLD_CASES[3], lambda tile: tile.columns == 64 and tile.stages == 4),
+    fold_run_of(FOLD_CASES[3], lambda tile: tile.columns == 64, "tf32", multiprocessors=3),
+    fold_run_of(Case(2, 264, 1, (5, 16), (2, 2)), lambda tile: tile.copied == 16),
+    fold_run_of(FOLD_CASES[0], lambda tile: tile.flat and tile.stages == 4, "fp32"),
     fold_run_of(FOLD_CASES[4], lambda tile: tile.columns == 32 and tile.rows > 2, "tf32", multiprocessors=None),
     fold_run_of(FOLD_CASES[0], lambda tile: tile.flat and tile.warpgroups == 2),
     fold_run_of(FOLD_CASES[6], lambda tile: tile.boxed and tile.rows > 1, "fp32", "channels_last", 3),
@@ -1062,7 +1062,7 @@ TILE_PATHS = {
         size[2] % 8; columns % 64; weight_blocks > 1; warpgroups == 3; taps_h.own * taps_w.own > 1
     """),
     "gemm_fold_narrow": (FOLD_RUNS, """
-        whole; left > 0; strips > 1; segments > 1; split; warpgroups == 2; loaders == 64; stages == 3; boxed
+        whole; left > 0; strips > 1; segments > 1; split; warpgroups == 2; stages == 4; boxed
         boxed and channels_last; boxed and strips > 1
         boxed and not flat and not channels_last and columns > line
         boxed and not flat and not channels_last and rows > 1; flat; flat and rows * across > line

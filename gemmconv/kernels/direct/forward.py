@@ -182,9 +182,7 @@ class _Layer:
         if self.planes * self.cells_h * self.cells_w > 1 << 20:
             splits = [split for split in splits if split == self.least_split]
         most_rows = power_of_two(self.cells_h)
-        # In channels_last, more planes are more neighbours.
-        factors = (1, 2, 4, 8) if self.channels_last else (1,)
-        for cells in (1, 2, 4, 8, 16):
+        for cells in (1, 2, 4):
             if cells > 1 and cells >= 2 * self.cells_w:
                 break
             lanes_w = min(power_of_two(-(-self.cells_w // cells)), 32)
@@ -195,11 +193,8 @@ class _Layer:
                     continue  # half the rows would make whole warps too
                 planes = max(least_planes, min(most_planes, power_of_two(64 // (part * split))))
                 planes = max(planes, 32 // math.gcd(32, part))  # whole warps, some of them idle
-                for factor in factors:
-                    too_many = self.channels_last and factor * planes > most_planes
-                    if too_many or part * factor * planes * split > 256:
-                        break
-                    of_block.append((rows, factor * planes, split))
+                if part * planes * split <= 256 and (planes <= most_planes or not self.channels_last):
+                    of_block.append((rows, planes, split))
             for channels_out in shares:
                 narrowest = cells == 1 and channels_out == 1
                 if narrowest or self.registers(cells, channels_out) <= _REGISTERS[-1] - 16:

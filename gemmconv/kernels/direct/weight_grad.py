@@ -147,11 +147,10 @@ def weight_grad_tile(
 
     # Longer tiles for many sums: loading the next tile beside this one would take registers that they have not.
     if tile.sums * tile.sum_bytes // 4 > _FEW_WORDS and not input_grad:
-        longer = (replace(tile, steps=steps) for steps in (4, 2))
-        longest = next((one for one in longer if one.shared_bytes <= staging.SHARED), tile)
-        many = math.prod(longest.tiles) * longest.weight_blocks >= 8 * multiprocessors
-        if many and longest.rows * longest.row_threads * (longest.steps - 1) < height:
-            return longest
+        longer = replace(tile, steps=4)
+        many = math.prod(longer.tiles) * longer.weight_blocks >= 8 * multiprocessors
+        if many and longer.shared_bytes <= staging.SHARED and longer.size[0] - tile.size[0] < height:
+            return longer
     return tile
 
 

@@ -44,15 +44,14 @@ _MOST_LINES = 256  # that the tensor core takes
 _MOST_OUTPUTS = 32  # that a thread folds at a time; with more it has no registers
 _LEAST_COPY, _MOST_COPY = 4, 16  # bytes that cp.async takes
 _BOX_LINE = 128  # bytes of a line of boxes
-_COLUMNS = 32, 48, 64, 96, 128  # of strips
+_COLUMNS = 32, 64  # of strips
 _WHOLE_COLUMNS = 8, 16, 32, 64  # at most, of whole rows
-_MOST_ROWS, _MOST_POSITIONS = 8, 512  # of a step
+_ROWS, _MOST_POSITIONS = (1, 2, 4, 8), 512  # of a step
 _KNOWN = (4, 256), (64, 104)  # batches of the images whose best tiles serve others, and the width of wide ones
-_MOST_ITEMS = 4  # of a block, where segments are chosen
+_MOST_ITEMS = 2  # of a block, where segments are chosen
 _MOST_FOLDERS, _LEAST_FOLDERS = 256, 64
-_LOADERS = 32, 64
-_STAGES = 2, 3
-_BOX_LOADERS, _BOX_STAGES = 32, (3, 2, 4)  # of those of one estimate the first is taken
+_LOADERS, _BOX_LOADERS = 64, 32
+_STAGES, _BOX_STAGES = (2,), (2, 4)
 _MOST_TOGETHER = 12  # outputs that a thread folds together
 
 
@@ -69,13 +68,17 @@ class Tile:
     columns: int  # positions across of a step; if these are whole rows, the most that the kernel has room for
     whole: bool  # whether positions are whole rows of the input: what lies beside them is zero in any case
     warpgroups: int = 1  # warpgroups that multiply, and share the positions of a step
-    folders: int = 0  # folders, loaders: threads that fold columns, and threads that copy inputs
-    loaders: int = _BOX_LOADERS
+    folders: int = 0  # threads that fold columns
     copied: int = 0  # bytes that are copied together; 0 where inputs come as boxes of a tensor map
     stages: int = 2  # buffers of the inputs of a step
     segments: int = 1  # parts that the cell rows of an image are cut into
 
     packed_bytes: ClassVar[int] = 0  # blocks lay weights out themselves
+
+    @property
+    def loaders(self) -> int:
+        """Threads that copy inputs."""
+        return _BOX_LOADERS if self.boxed else _LOADERS
 
     @property
     def threads(self) -> int:
@@ -357,19 +360,15 @@ def _uncut_tiles(
         return
     widths = [(columns, False) for columns in _COLUMNS if columns < width]
     widths += [(columns, True) for columns in _WHOLE_COLUMNS if columns >= width][:1]
-    for (columns, whole), rows in itertools.product(widths, range(1, _MOST_ROWS + 1)):
+    for (columns, whole), rows in itertools.product(widths, _ROWS):
         groups, rest = divmod(rows * columns, 64)
         if rest or rows * columns > _MOST_POSITIONS:
             continue
-        # Smaller units waste fewer columns at the ends of strips.
-        least = together if whole or channels_last else _LEAST_COPY
         boxed = Tile(p, itemsize, split, channels_last, multiprocessors, rows, columns, whole)
-        if boxed.boxable:
-            ways = [(0, _BOX_LOADERS, stages) for stages in _BOX_STAGES]
-        else:
-            ways = [*itertools.product({together, least}, _LOADERS, _STAGES)]
-        for (copied, loaders, stages), warpgroups in itertools.product(ways, (1, 2)):
-            tile = changed(boxed, copied=copied, loaders=loaders, stages=stages, warpgroups=warpgroups)
+        # The smallest copies waste the fewest columns at the ends of strips.
+        copied = 0 if boxed.boxable else together if whole or channels_last else _LEAST_COPY
+        for stages, warpgroups in itertools.product(_STAGES if copied else _BOX_STAGES, (1, 2)):
+            tile = changed(boxed, copied=copied, stages=stages, warpgroups=warpgroups)
             if groups % warpgroups or tile.most_cells <= 0 or tile.outputs > _MOST_OUTPUTS:
                 continue
             for folders in _shares(tile.cell_parts * tile.most_cells):
@@ -389,7 +388,7 @@ def _shares(folded: int) -> Iterator[int]:
 
 
 def _cuts(tile: Tile) -> Iterator[Tile]:
-    """A tile of whole images, cut into segments that give every block that runs at once up to 1, 2, 3 or 4 items."""
+    """A tile of whole images, cut into segments that give every block that runs at once one or two items."""
     cells, at_once = cells_of(tile.problem)[0], blocks_at_once(tile)
     most = (max(1, items * at_once // tile.items) for items in range(1, _MOST_ITEMS + 1))
     for segments in {even_share(cells, min(count, cells)) for count in most}:

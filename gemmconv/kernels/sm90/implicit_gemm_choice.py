@@ -15,13 +15,13 @@ _PROMISING = 4  # kinds of plans, all plans of which are looked at, and plans
 _BATCHES = (1, 64)  # for which kinds are promising, or not
 
 # Cells of a strip. Narrow ones are for patches that fit no other way: what several blocks write piece by piece is slow.
-_WIDTHS, _NARROW_WIDTHS = (62, 94, 126, 190, 254, 510), (14, 30)
-_WHOLE_WIDTHS = (64, 128, 256)  # of strips of rows of 1024 and the like, that are whole sectors of memory
+_WIDTHS, _NARROW_WIDTHS = (62, 94, 126, 190), (14, 30)
+_WHOLE_WIDTH = 64  # of strips of rows of 1024 and the like, that are whole sectors of memory
 
 _COLUMNS = (32, 64, 96, 128, MOST_COLUMNS)  # of a tile, where a block has many
 _WIDES = (1, 2)  # inputs that may be taken together
 # Column phases of which a warpgroup may have all. With seven, storing them runs out of registers.
-_ALL_COLUMNS = (3, 4, 5, 6, 8)
+_ALL_COLUMNS = (3, 4, 5, 8)
 
 # Slots and blocks of warps that have whole rows of so many outputs a cell.
 _LINED = {4: ((4, 1), (2, 2)), 8: ((8, 1), (4, 2)), 16: ((16, 1), (8, 2))}
@@ -80,7 +80,7 @@ def _kinds(smallest: Plan, widths: tuple[int, ...]) -> Iterator[Plan]:
         multiple = 1, max(1, slots // smallest.span[1])  # of the cell across, so that it has all phases of an M block
         left = changed(smallest, multiple=multiple, slots=slots, blocks=blocks)
         cells = left.cells[1]
-        wanted = (*widths, *_WHOLE_WIDTHS) if left.planes_conflict else widths
+        wanted = (*widths, _WHOLE_WIDTH) if left.planes_conflict else widths
         strips = {1, *(-(-cells // width) for width in wanted if width < cells)}
         sides = [(1, 1)]
         if len(left.phases) % (2 * blocks) == 0:

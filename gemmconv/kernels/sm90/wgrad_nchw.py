@@ -25,15 +25,14 @@ from gemmconv.kernels.sm90.base import LONGEST_BOX, WeightGradKernel, WeightGrad
 from gemmconv.kernels.splits.reduce import fits, wgrad_partial_bytes, wgrad_partial_dtype, wgrad_program
 
 _BLOCK_ROWS = 64
-_LINES = (1, 2, 3, 4)  # of a tile, of each channel
+_LINES = (1, 2)  # of a tile, of each channel
 _STEP_BYTES = 32  # of pixels that one step multiplies, of each channel
 _BARRIER_BYTES = 24  # of a stage
 _REGISTERS = {1: 248, 2: 248, 3: 170}  # of a thread that multiplies, by warpgroups
 _OTHER_REGISTERS = 40
 _COST = costs_of("sm90/wgrad_nchw")
 _DEVICE = costs_of("device")
-# Sizes that a layer's tiles are chosen for, whatever its own: of few pixels, of many, and of more than this many.
-_FEW, _MANY, _MOST, _MOST_PIXELS = (2, (56, 68)), (8, (128, 252)), (8, (1024, 1000)), 2 << 20
+_TYPICAL = (2, (56, 68)), (8, (128, 252))  # batches and sizes that a layer's tiles are chosen for, whatever its own
 _SMALL_PIXELS, _LOW = 256, 16  # of images that tiles are chosen for as they are, but for the batch; rows of low ones
 _TAP_CYCLES, _ROUND_CYCLES = _COST.table("tap_cycles"), _COST.table("round_cycles")
 
@@ -289,9 +288,9 @@ def _blocks_of(problem: Problem, itemsize: int, split: bool, multiprocessors: in
     if planes is None or not fits(problem):
         return
     line, channels = 128 // itemsize, up_to_multiple(problem.gemm_k, 16)
-    widths = [n for n in (16, 32, 48, 64, 96, 128, 160, 192, 224, 256) if min(32, channels) <= n < channels + 32]
+    widths = [n for n in (16, 32, 48, 64, 96, 128, 160, 256) if min(32, channels) <= n < channels + 32]
     sides = [s for s in itertools.product((1, 2), (1, 2, 3), (1, 2)) if math.prod(s) <= 3]
-    taps = [*itertools.product(range(1, min(3, kernel_h) + 1), range(1, min(8, kernel_w) + 1))]
+    taps = [*itertools.product(range(1, min(2, kernel_h) + 1), range(1, min(8, kernel_w) + 1))]
     any_one = Tile(problem, itemsize, split, line, 1, line, line, 1, 16, 1, 1, 1, (1, 1), planes, multiprocessors)
     for ci_tile in widths:
         registers = {of_one: changed(any_one, ci_tile=ci_tile, taps=of_one).registers for of_one in taps}
@@ -309,7 +308,7 @@ def _tiles_with(block: Tile, flat: bool) -> Iterator[Tile]:
     vectors = [one for one in vectors if one == 1 or changed(block, vector=one).reads_pieces]
     for pixels in _lines_of(block.problem, block.itemsize, flat):
         tile_w = block.input_width if flat else pixels
-        segments = [one for one in (tile_w, tile_w // 2, tile_w // 4) if one * block.itemsize % 16 == 0]
+        segments = [one for one in (tile_w, tile_w // 2) if one * block.itemsize % 16 == 0]
         for lines in _LINES:
             if 1 < lines > block.problem.input_size[0]:
                 break
@@ -400,8 +399,7 @@ def _typical(problem: Problem, itemsize: int) -> Iterator[Problem]:
         return
     if (planes := _planes(problem, itemsize)) is None:
         return
-    usual = (_FEW, _MANY, _MOST) if problem.batch * problem.in_pixels > _MOST_PIXELS else (_FEW, _MANY)
-    for batch, (rows, columns) in usual:
+    for batch, (rows, columns) in _TYPICAL:
         pixels = batch * rows * columns
         rows, columns = height if height < _LOW else rows, row if flat else columns
         if height == 1 and not flat:

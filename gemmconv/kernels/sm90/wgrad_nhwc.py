@@ -32,7 +32,7 @@ _BARRIER_BYTES = 16  # of a stage
 # Most columns of a thread's sums, by warpgroups: more than the compiler finds registers for at first.
 _SUMS = {1: 192, 2: 192, 3: 128}
 _PIXELS = 32, 256  # of a tile, least and most
-_POWERS, _WIDTHS = (1, 2, 4, 8, 16, 32, 64, 128), (8, 16, 32, 64, 128)  # what its extents may be, and columns
+_POWERS, _WIDTHS = (1, 2, 4, 8), (8, 16, 32, 64)  # images and rows that a tile may have, and columns
 _MENU = 3  # tiles of a menu
 Size = tuple[int, int, int]  # images, rows and columns of pixels
 _COST = costs_of("sm90/wgrad_nhwc")
