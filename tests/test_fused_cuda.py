@@ -113,7 +113,7 @@ FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channel
 def kind_of(plan):
     """Return what makes plans take other paths of the kernel."""
     if plan.way != "lines":
-        return plan.way, plan.lined, plan.landing_box and min(plan.box_size[0], 2)
+        return plan.way, plan.lined
     images, rows, _ = plan.line_box
     box = "flat" if plan.flat else (images > 1, rows > 1, plan.whole_images)
     return plan.way, plan.units, max(plan.unit) > 1, plan.strips > 1, box, plan.pitch % 2

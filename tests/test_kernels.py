@@ -133,10 +133,6 @@ FUSED_PATHS = {
     "landing_by_turns": 'way == "landing" and turns',
     "landing": "landing",
     "landing_whole_images": "landing and whole_images",
-    "landing_box": "landing_box and box_size[0] == 1",
-    "landing_rows": "landing_box and box_size[0] > 1",
-    "landing_rows_of_strips": "landing_box and strips > 1",
-    "landing_whole_images_in_pieces": "landing and whole_images and (not landing_box)",
     "landing_partial_pieces": "landing and partial_pieces",
     "landing_strips": "landing and strips > 1",
     "landing_cells_of_several_inputs": "landing and unit > (1, 1)",
@@ -401,16 +397,8 @@ FUSED_RUNS += [
             ("landing_in_parts_of_a_chunk", "contiguous", TILED_CASES[3]),
             ("landing_beside_most_sums", "contiguous", Case(2, 20, 40, (16, 16), (2, 2), (2, 2))),
             ("landing_cells_of_several_inputs", "contiguous", Case(2, 40, 8, (6, 24), (3, 3), (1, 1), (1, 1))),
-            ("landing_box", "contiguous", Case(3, 20, 40, (8, 16), (2, 2), (2, 2))),
-            ("landing_box", "contiguous", Case(5, 36, 40, (4, 16), (2, 2), (2, 2))),
-            ("landing_box", "contiguous", Case(3, 64, 48, (8, 16), (1, 3), (1, 3), groups=2)),
-            ("landing_whole_images_in_pieces", "contiguous", Case(3, 20, 40, (6, 12), (3, 2), (1, 2), (1, 0))),
-            ("landing_rows", "contiguous", Case(3, 20, 40, (31, 12), (3, 4), (1, 2), (1, 1))),
-            ("landing_rows", "contiguous", Case(2, 40, 24, (30, 8), (4, 2), (2, 1), (1, 0))),
-            ("landing_rows", "contiguous", Case(2, 64, 24, (31, 16), (2, 3), (1, 1), groups=2)),
-            ("landing_rows_of_strips", "contiguous", Case(2, 20, 24, (7, 200), (3, 3), (1, 1), (1, 1))),
-            ("landing_rows_of_strips", "contiguous", Case(1, 36, 40, (30, 72), (3, 7), (1, 2), (1, 2))),
-            ("landing_rows_of_strips", "contiguous", Case(1, 20, 70, (31, 72), (2, 5), (1, 1))),
+            ("landing_whole_images", "contiguous", Case(3, 64, 48, (8, 16), (1, 3), (1, 3), groups=2)),
+            ("landing_whole_images", "contiguous", Case(3, 20, 40, (6, 12), (3, 2), (1, 2), (1, 0))),
         ]
     )
 ]
@@ -470,7 +458,6 @@ def run_of_many_items(case, suits, columns=32, layout="contiguous"):
 # Weights come again and again; inputs land.
 FUSED = run_of_many_items(Case(2, 224, 24, (5, 9), (3, 3), (1, 1), (1, 1)), lambda plan: not plan.resident)
 FUSED_LANDED = run_of_many_items(Case(2, 224, 24, (5, 16), (3, 3), (1, 1), (1, 1)), lambda plan: plan.landing)
-FUSED_LANDED_BOX = run_of_many_items(Case(3, 224, 24, (8, 8), (2, 2), (2, 2)), lambda plan: plan.landing_box)
 FUSED_PIXELS = Run(
     "fused", Case(2, 20, 48, (5, 9), (3, 4), (2, 2), (1, 1)), torch.float16, "channels_last", choice="staged_pixels"
 )
@@ -492,7 +479,6 @@ FUSED_SPLIT = Run("fused", MANY_CHANNELS, torch.float32, multiprocessors=0)
 FUSED_RUNS += [
     FUSED,
     FUSED_LANDED,
-    FUSED_LANDED_BOX,
     FUSED_LINES,
     FUSED_STRIPS,
     FUSED_TURNS,
@@ -1520,7 +1506,6 @@ EDITS = {
     },
     "load/landing.cuh": {
         "fused_landing_not_waited_for": (FUSED_LANDED, r"cp_async_wait<[^;]*;", ";"),
-        "fused_landing_box_not_waited_for": (FUSED_LANDED_BOX, r"barrier_wait\(s\.landed_full[^;]*;", ";", UNREAD),
         "fused_landing_waited_for_too_little":
             (FUSED_LANDED, r"cp_async_wait<LANDING_STAGES - 2>", "cp_async_wait<LANDING_STAGES - 1>"),
         "fused_landing_of_others_not_waited_for":

@@ -47,8 +47,7 @@
  * positions of its own), PHASE_SIDES (2: its M blocks are other phases; 1: other output channels); PHASE_SETS (of PHASE_SIDES x
  * BLOCKS x SLOTS phases), CHANNEL_SETS; UNITS (of a chunk), CHUNKS; PING_PONG (weights stay, and all inputs of an item have a
  * stage: a turn ends only then); PRODUCERS (threads: 224, or 96 where BOXED), LOADED_TOGETHER (units that one has on their way); BOXED;
- * LANDING_UNITS (0 without), LANDING_STAGES, LANDING_BOX, PARTIAL_PIECES, SHARERS, LANDED_TURNS (see
- * load/landing.cuh); WIDE (inputs that are taken together), VECTOR_LOADS (units lie aligned in
+ * LANDING_UNITS (0 without), LANDING_STAGES, PARTIAL_PIECES, SHARERS, LANDED_TURNS (see load/landing.cuh); WIDE (inputs that are taken together), VECTOR_LOADS (units lie aligned in
  * channels_last); PAIRING, STAGED, LINE_CELLS, VECTOR, PAIRED_CELLS (see epilogue/store_phases.cuh); INDEX_64.
  *
  * Tables, as initialisers: STEP_BEGIN (first step of each block of each phase set, and STEPS), PHASES (of each slot of each

@@ -8,18 +8,12 @@
  *
  *   landing [LANDING_STAGES][LANDING_UNITS units of channels][UNIT_H][run_pieces] of 16 bytes
  *
- * Where each patch has parts of one strip alone, a landing is a box of a tensor map (LANDING_BOX), which one thread begins to
- * copy: rows of the strip, zeros where there is no image or, where positions are those of images alone, a stretch of an image:
- *
- *   landing [LANDING_STAGES][LANDING_UNITS units of channels][box_rows][box_width] values
- *
  * What is left of the image may be read from a piece before a run's first input: nobody uses it. Zeros land for the rest of
  * a run that is right of the image, and of a piece, where not all rows are whole pieces (PARTIAL_PIECES).
  */
 #pragma once
 
 #include "ptx/cp_async.cuh"
-#include "ptx/elect.cuh"
 #include "load/patch_elements.cuh"
 #include "ptx/keep.cuh"
 #include "ptx/named_barrier.cuh"
@@ -77,19 +71,6 @@ __device__ __forceinline__ index_t place_of(const implicit_gemm_params& p, const
     return run.image * (p.groups * IN_CHANNELS * pixels) + pixel + count - 1;
 }
 
-/* Where the box of a patch begins; after how many positions of its first row the patch does, and after how many columns of
- * each row its strip.
- */
-struct box_t { int image, row, column, skipped, skew; };
-__device__ __forceinline__ box_t box_of(const implicit_gemm_params& p, int tile) {
-    const int strip = divided(tile, p.by_strip_tiles), position = (tile - strip * p.strip_tiles) * kTile + p.first;
-    const int image = divided(strip, p.by_strips), across = strip - image * p.strips;
-    if (p.box_rows == 1) return {image, 0, position, 0, 0};
-    const int row = divided(position + p.rows_above * p.pitch, p.by_pitch) - p.rows_above;
-    const int column = across * p.strip_cells + p.origin_w, aligned = column & -kPiece;
-    return {image, row + p.origin_h, aligned, position - row * p.pitch, column - aligned};
-}
-
 /* Where a spot lands, in bytes. */
 __device__ __forceinline__ int landed_spot(const implicit_gemm_params& p, const start_t& start, spot_t spot) {
     const int row = spot.plane / UNIT_W, position = start.skipped + spot.position;
@@ -98,13 +79,6 @@ __device__ __forceinline__ int landed_spot(const implicit_gemm_params& p, const 
     const landed_t at = landed(p, start, i, run.origin);
     const int pixel = run.origin + column * UNIT_W + spot.plane % UNIT_W;
     return ((row * p.run_pieces + at.piece) * kPiece + pixel - at.pixel) * static_cast<int>(sizeof(ELEMENT_T));
-}
-
-/* Offset in bytes of a spot's first input in a landed box. */
-__device__ __forceinline__ int landed_spot(const implicit_gemm_params& p, const box_t& box, spot_t spot) {
-    if (p.box_rows == 1) return spot.position * static_cast<int>(sizeof(ELEMENT_T));
-    const int position = box.skipped + spot.position, row = divided(position, p.by_pitch);
-    return (row * (p.box_width - p.pitch) + position + box.skew) * static_cast<int>(sizeof(ELEMENT_T));
 }
 
 /* A loader's way through the landings of item after item. */
@@ -160,16 +134,6 @@ struct own_piece_t {
         return pixel + static_cast<long long>(p.h_in * p.w_in) * (channels * static_cast<int>(sizeof(ELEMENT_T)));
     }
 };
-
-/* Begins to copy the box of a landing whose channels begin with `first`. */
-__device__ __forceinline__ void copy_landing(
-    const implicit_gemm_params& p, const item_t& item, unit_t* target, int first, barrier_t& landed) {
-#if LANDING_BOX
-    barrier_arrive_expecting(landed, landing_units(p) * 16);
-    const box_t box = box_of(p, item.tile);
-    tma_load(target, p.map, box.column, box.row, item.group * IN_CHANNELS + first, box.image, landed);
-#endif
-}
 
 /* Spots that a loader makes units of: where they land, in bytes, and where they are laid out, in units. */
 constexpr int kTurns = LANDED_TURNS;  // at least those that there are
@@ -228,18 +192,15 @@ __device__ __forceinline__ void produce_patches(const implicit_gemm_params& p, c
     own_piece_t piece(p, thread);
     own_spots_t spots(p);
     const auto place = [&] {
-        if (!LANDING_BOX && !begun.ended(p) && begun.landing == 0) piece.place(p, begun.item);
+        if (!begun.ended(p) && begun.landing == 0) piece.place(p, begun.item);
     };
     const auto begin = [&] {
         if (!begun.ended(p)) {
-            unit_t* target = s.landing + to.stage * landing_units(p);
-            const int first = begun.landing * kLandingChannels;
-            if (!LANDING_BOX) piece.copy(p, target, first);
-            else if (thread < 32 && elected()) copy_landing(p, begun.item, target, first, s.landed_full[to.stage]);
+            piece.copy(p, s.landing + to.stage * landing_units(p), begun.landing * kLandingChannels);
             begun.advance(p);
             to.advance(LANDING_STAGES);
         }
-        if (!LANDING_BOX) cp_async_commit();
+        cp_async_commit();
     };
     #pragma unroll 1
     for (int i = 1; i < LANDING_STAGES; ++i) {
@@ -250,17 +211,13 @@ __device__ __forceinline__ void produce_patches(const implicit_gemm_params& p, c
     for (; !read.ended(p); read.advance(p)) {
         int* landed = s.landed + tables.stage * spots_of_patch;
         if (read.landing == 0) {
-            const auto land = [&](const auto& start) {
-                #pragma unroll 1
-                for (int i = thread; i < spots_of_patch; i += PRODUCERS) landed[i] = landed_spot(p, start, spot_at(p, i));
-            };
-            if (LANDING_BOX) land(box_of(p, read.item.tile));
-            else land(start_of(p, read.item.tile));
+            const start_t start = start_of(p, read.item.tile);
+            #pragma unroll 1
+            for (int i = thread; i < spots_of_patch; i += PRODUCERS) landed[i] = landed_spot(p, start, spot_at(p, i));
             tables.advance(2);
         }
         place();
-        if (LANDING_BOX) barrier_wait(s.landed_full[from.stage], from.parity);
-        else cp_async_wait<LANDING_STAGES - 2>();
+        cp_async_wait<LANDING_STAGES - 2>();
         named_barrier_sync<kLoadersMeet, PRODUCERS>();
         if (read.landing == 0) spots.place(p, landed, thread);
         const unit_t* landing = s.landing + from.stage * landing_units(p);

@@ -18,8 +18,8 @@
 #define PAIR_ROWS 2
 
 struct implicit_gemm_params {
-#if BOXED || LANDING_BOX
-    tensor_map_t map;  // of the input: see load/tma_nhwc.cuh, load/landing.cuh
+#if BOXED
+    tensor_map_t map;  // of the input: see load/tma_nhwc.cuh
 #endif
     const ELEMENT_T* __restrict__ input;
     const unit_t* __restrict__ packed;
@@ -46,17 +46,15 @@ struct implicit_gemm_params {
     // See load/landing.cuh.
     unsigned long long by_run_pitch, by_run_span;
     unsigned by_run_pieces, by_pieces, by_spots, by_plane_spots;
-    int run_pitch, run_pieces, landed_channel, rows_above;
+    int run_pitch, run_pieces, landed_channel;
 #elif !BOXED
     unsigned by_spots, by_plane_spots;
     int batches, together;  // see load/registers.cuh
 #endif
-#if BOXED || LANDING_UNITS > 0
-    int box_images, box_rows, box_width;  // of lines, and where boxes land
-    int boxes;                            // of a plane of a patch
-    int flat;                             // see load/tma_nhwc.cuh
-#endif
 #if BOXED
+    int box_images, box_rows, box_width;
+    int boxes;  // of a plane of a patch
+    int flat;   // see load/tma_nhwc.cuh
     unsigned long long by_boxes, by_positions, by_strip_boxes;
     int strip_boxes;
 #endif
@@ -122,7 +120,7 @@ __device__ __forceinline__ int landing_units(const implicit_gemm_params& p) {
 }
 /* Stages that barriers tell of when they have landed. */
 __device__ __forceinline__ int landed_stages(const implicit_gemm_params& p) {
-    return LANDING_BOX ? LANDING_STAGES : kRounded ? p.patch_stages : 0;
+    return kRounded ? p.patch_stages : 0;
 }
 // Neighbouring outputs of a thread, of a cell; see epilogue/store_phases.cuh.
 constexpr int kInner = PAIRING == PAIR_BLOCKS ? BLOCKS : PAIRING == PAIR_ROWS ? 2 : 1, kOuter = BLOCKS * 2 / kInner;
@@ -151,10 +149,8 @@ struct stages_t {
 };
 
 __device__ __forceinline__ stages_t stages(const implicit_gemm_params& p) {
-    const int before_landing = p.patch_stages * patch_units(p) + p.weight_stages * kWeightUnits;
     unit_t *patches = reinterpret_cast<unit_t*>(shared), *weights = patches + p.patch_stages * patch_units(p);
-    // Boxes land at multiples of 128 bytes.
-    unit_t* landing = patches + (LANDING_BOX ? (before_landing + 7) / 8 * 8 : before_landing);
+    unit_t* landing = weights + p.weight_stages * kWeightUnits;
     ELEMENT_T* outputs = reinterpret_cast<ELEMENT_T*>(landing + LANDING_STAGES * landing_units(p));
     barrier_t* full = reinterpret_cast<barrier_t*>(outputs + 8 * kWarpOutputs);
     barrier_t* weight_full = full + 2 * p.patch_stages;

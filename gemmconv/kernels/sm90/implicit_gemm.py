@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from itertools import accumulate, chain
-from typing import Any
 
 import torch
 
@@ -47,7 +46,7 @@ def macros_of(plan: Plan, dtype: torch.dtype) -> Macros:
         **named_macros(plan, "pairing staged line_cells vector vector_loads wide"),
         "PAIRED_CELLS": int(plan.staged or plan.pitch % 2 == 0),
         "BOXED": int(plan.way == "lines"),
-        **named_macros(plan, "landing_box landing_units landing_stages"),
+        **named_macros(plan, "landing_units landing_stages"),
         **named_macros(plan.compiled or plan, "partial_pieces sharers landed_turns"),
         "PRODUCERS": plan.loaders,
         "LOADED_TOGETHER": plan.together,
@@ -76,56 +75,42 @@ def _common_macros(plan: Plan) -> Macros:
 
 
 def input_map(plan: Plan) -> TensorMapSpec:
-    """The tensor map of the input.
+    """The tensor map of an input whose lines come as boxes: [channels][columns][rows][images].
 
-    The input is [channels][columns][rows][images] where products read lines, all of an image in one row where nothing
-    lies between rows, or of all images. A box has lines of one plane. The input is [columns][rows][channels][images]
-    where it lands, all of an image in one row where it lands as stretches.
+    All of an image is one row where nothing lies between rows, and all images are where nothing is shifted either. A
+    box has lines of one plane.
     """
     p, itemsize, pixels = plan.problem, plan.itemsize, math.prod(plan.input_size)
     channels = plan.in_channels * p.groups
-    if plan.way == "lines":
-        images, rows, columns = plan.line_box
-        width, steps = pixels if plan.whole_images else plan.input_size[1], (1, plan.unit[1], plan.unit[0], 1)
-        sizes = (channels, p.batch * pixels, 1, 1) if plan.flat else (channels, width, pixels // width, p.batch)
-        strides = channels * itemsize, width * channels * itemsize, pixels * channels * itemsize
-        box = plan.units * plan.element_units, columns, rows, images
-        return TensorMapSpec("input", itemsize, sizes, strides, box, steps)
-    rows, width = plan.box_size
-    columns = pixels if rows == 1 else plan.input_size[1]
-    sizes = columns, pixels // columns, channels, p.batch
-    strides = columns * itemsize, pixels * itemsize, channels * pixels * itemsize
-    box = width, rows, plan.landing_units * plan.element_units, 1
-    return TensorMapSpec("input", itemsize, sizes, strides, box, swizzled=False)
+    images, rows, columns = plan.line_box
+    width, steps = pixels if plan.whole_images else plan.input_size[1], (1, plan.unit[1], plan.unit[0], 1)
+    sizes = (channels, p.batch * pixels, 1, 1) if plan.flat else (channels, width, pixels // width, p.batch)
+    strides = channels * itemsize, width * channels * itemsize, pixels * channels * itemsize
+    box = plan.units * plan.element_units, columns, rows, images
+    return TensorMapSpec("input", itemsize, sizes, strides, box, steps)
 
 
 def _loader_params(plan: Plan) -> Params:
     """The params that depend on how inputs come into shared memory."""
+    if plan.way == "lines":
+        strip_boxes = plan.strip_positions // plan.box_positions
+        return {
+            "box_images, box_rows, box_width": plan.line_box,
+            "boxes, flat": (plan.boxes, int(plan.flat)),
+            "by_boxes, by_positions": (reciprocal(plan.boxes), reciprocal(plan.box_positions)),
+            "by_strip_boxes, strip_boxes": (reciprocal(max(1, strip_boxes)), strip_boxes),
+        }
     plane_spots = plan.patch // plan.neighbours
     spots = {"by_spots, by_plane_spots": (small_reciprocal(plan.spots), small_reciprocal(plane_spots))}
     if plan.way == "loaded":
         return {**spots, "batches, together": (plan.batches, -(-plan.loads // plan.batches))}
-    lines, params = plan.way == "lines", dict[str, Any]()
-    if plan.landing:
-        runs, rows = plan.run_pitch * plan.unit[1] + 2 * plan.element_units, plan.pieces // plan.unit[0]
-        params |= {
-            "by_run_pitch, by_run_span": (reciprocal(plan.run_pitch), reciprocal(runs)),
-            "by_run_pieces, by_pieces": (small_reciprocal(rows), small_reciprocal(plan.pieces)),
-            **spots,
-            "run_pitch, run_pieces": (plan.run_pitch, rows),
-            "landed_channel, rows_above": (plan.landed_channel_bytes, -(-max(0, -plan.first) // plan.pitch)),
-        }
-    params |= {
-        "box_images, box_rows, box_width": (plan.line_box[0] if lines else 0, *plan.box_size),
-        "boxes, flat": (plan.boxes, int(lines and plan.flat)),
+    runs, pieces = plan.run_pitch * plan.unit[1] + 2 * plan.element_units, plan.pieces // plan.unit[0]
+    return {
+        "by_run_pitch, by_run_span": (reciprocal(plan.run_pitch), reciprocal(runs)),
+        "by_run_pieces, by_pieces": (small_reciprocal(pieces), small_reciprocal(plan.pieces)),
+        **spots,
+        "run_pitch, run_pieces, landed_channel": (plan.run_pitch, pieces, plan.landed_channel_bytes),
     }
-    if lines:
-        strip_boxes = plan.strip_positions // plan.box_positions
-        params |= {
-            "by_boxes, by_positions": (reciprocal(plan.boxes), reciprocal(plan.box_positions)),
-            "by_strip_boxes, strip_boxes": (reciprocal(max(1, strip_boxes)), strip_boxes),
-        }
-    return params
 
 
 def _smallest(config: Config, direction: Pass) -> Plan:
@@ -184,7 +169,7 @@ class ImplicitGemm(Sm90Kernel):
         bottom = tile.strip_positions - (tile.strip_tiles - 1) * tile.tile  # beyond the other tiles of a strip
         in_pieces = 2 * tile.element_units if tile.channels_last else tile.line_cells
         params: Params = {
-            **({"map": input_map(tile)} if tile.way == "lines" or tile.landing_box else {}),
+            **({"map": input_map(tile)} if tile.way == "lines" else {}),
             "input, packed": ("input", "packed"),
             "bias, output": ("bias" if tile.direction == "forward" else None, "output"),
             "by_strips, by_strip_rows": (reciprocal(tile.strips), reciprocal(tile.strip_rows)),

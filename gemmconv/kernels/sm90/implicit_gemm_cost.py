@@ -141,10 +141,9 @@ def _of_landings(plan: Plan) -> float:
     sharers = max(1, plan.loaders // plan.pieces)
     copies = -(-plan.pieces // plan.loaders) * -(-plan.landing_units * plan.element_units // sharers)
     turns = -(-plan.spots * plan.landing_units // plan.loaders)
-    busy = (not plan.landing_box) * copies * _COST.copy_cycles + turns * _TURN_CYCLES[plan.itemsize, plan.parts]
+    busy = copies * _COST.copy_cycles + turns * _TURN_CYCLES[plan.itemsize, plan.parts]
     landings = plan.chunks * plan.units // plan.landing_units
-    copied = plan.landing_bytes * _COST.landed_byte_cycles * (_COST.landing_box_factor if plan.landing_box else 1)
-    return _COST.item_cycles + landings * (_COST.landing_cycles + busy + copied)
+    return _COST.item_cycles + landings * (_COST.landing_cycles + busy + plan.landing_bytes * _COST.landed_byte_cycles)
 
 
 def _of_lines(plan: Plan) -> float:

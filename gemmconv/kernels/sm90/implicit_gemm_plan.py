@@ -42,7 +42,7 @@ _MANY_STEPS = 8
 _BOX_ALIGNMENT = 128  # bytes
 _MOST_BOXES, _LONGEST_STEP = 32, 8  # of lines, of a patch: a lane has one; from one line of a box to the next
 _NARROW = 30  # cells of a strip, which are then not always whole vectors of outputs
-_MOST_ROWS, _SPARE_ROWS = 1.06, 3  # of a strip, for each that it needs, and beside them
+_SPARE_ROWS = 3  # of a strip, beside those that it needs
 FEW_LOADERS, MANY_LOADERS = 96, 224  # threads; few where inputs come as boxes alone
 _MOST_ENTRIES, _MOST_STEPS = 12_000, 900  # of all tables in 64 KiB of constant memory; of offsets, in 4 KiB of params
 PHASE_BASE = 1 << 12  # a phase is a number: row * PHASE_BASE + column
@@ -270,13 +270,7 @@ class Plan(Gathering):
     def strip_rows(self) -> int:
         """Rows of positions from one strip to the next: a few more where what comes as boxes then is less."""
         rows = self._least_pitch(0)
-        if self.way == "lines":
-            return min(range(rows, rows + _SPARE_ROWS + 1), key=self._cost_of_rows)
-        if not self._rows_may_land:
-            return rows
-        multiple = self.tile // math.gcd(self.tile, self.pitch)  # patches have parts of one strip alone
-        whole = up_to_multiple(rows, multiple)
-        return whole if whole <= rows * _MOST_ROWS else rows
+        return min(range(rows, rows + _SPARE_ROWS + 1), key=self._cost_of_rows) if self.way == "lines" else rows
 
     def _cost_of_rows(self, rows: int) -> float:
         """In proportion to what an image takes whose strips have so many rows of positions."""
@@ -379,7 +373,7 @@ class Plan(Gathering):
     def _items_of(self, batch: int) -> int:
         return -(-batch * self.image_positions // self.tile) * self.sets
 
-    # Inputs that come as boxes, or that land.
+    # Inputs that come as lines, or that land.
 
     @property
     def suits_memory(self) -> bool:
@@ -453,35 +447,6 @@ class Plan(Gathering):
         return self.unit[0] * (-(-self.patch * self.unit[1] // self.element_units) + 2 * runs - 1)
 
     @cached_property
-    def landing_box(self) -> bool:
-        """Whether what lands is a box of a tensor map: a stretch of one image, or rows of one strip."""
-        of_one_strip = self.strip_positions % self.tile == 0
-        fits = self.landing and self._whole_chunks and of_one_strip and max(self.box_size) <= LONGEST_BOX
-        return fits and (self.flat or self._rows_may_land)
-
-    @cached_property
-    def box_size(self) -> Pair:
-        """Rows and columns of a box of lines, or that lands; one row where it is a stretch of an image."""
-        if self.way == "lines":
-            return self.line_box[1:]
-        if self.flat:
-            return 1, self.patch
-        return (self.patch + self.pitch - 2) // self.pitch + 1, self._landed_width
-
-    @property
-    def _landed_width(self) -> int:
-        """Columns of a box of rows that lands: whole pieces, the first of which a strip may begin within."""
-        skew = 0 if self.strips == 1 else self.element_units - max(2, self.wide)
-        return up_to_multiple(self.pitch + skew, self.element_units)
-
-    @property
-    def _rows_may_land(self) -> bool:
-        """Whether rows of inputs may land as a box: they are whole pieces of 16 bytes, and a cell has one input."""
-        rows = self.unit == (1, 1) and self.input_size[1] * self.itemsize % _UNIT_BYTES == 0
-        fits = self.landing and rows and self._landed_width <= LONGEST_BOX
-        return fits and not self.whole_images and self._whole_chunks
-
-    @cached_property
     def landing_units(self) -> int:
         """Units of channels that land together, 0 where none do."""
         if self.compiled:
@@ -494,7 +459,7 @@ class Plan(Gathering):
     @property
     def landed_channel_bytes(self) -> int:
         """Bytes of a channel where it lands."""
-        return math.prod(self.box_size) * self.itemsize if self.landing_box else self.pieces * _UNIT_BYTES
+        return self.pieces * _UNIT_BYTES
 
     @property
     def landing_bytes(self) -> int:
@@ -622,8 +587,6 @@ class Plan(Gathering):
         inputs = self.spots * _PLACE_BYTES if self.way == "loaded" else 0
         if self.landing:
             inputs = self.spots * _SPOT_BYTES + self.landing_stages * self.landing_bytes
-        if self.landing_box:
-            inputs += self.landing_stages * _BARRIER_BYTES + _BOX_ALIGNMENT - _UNIT_BYTES
         return inputs + self._turned_bytes
 
     @cached_property

@@ -25,7 +25,7 @@ from gemmconv.kernels.sm90.base import LONGEST_BOX, WeightGradKernel, WeightGrad
 from gemmconv.kernels.splits.reduce import fits, wgrad_partial_bytes, wgrad_partial_dtype, wgrad_program
 
 _BLOCK_ROWS = 64
-_LINES = (1, 2)  # of a tile, of each channel
+_LINES = (1, 2, 3)  # of a tile, of each channel
 _STEP_BYTES = 32  # of pixels that one step multiplies, of each channel
 _BARRIER_BYTES = 24  # of a stage
 _REGISTERS = {1: 248, 2: 248, 3: 170}  # of a thread that multiplies, by warpgroups
